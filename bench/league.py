@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.train import RESULTS, provenance
 from ludus.league.events import MatchFinished, MatchIssued, PlayerAdded
 from ludus.league.journal import LeagueJournal
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.state import LeagueSettings, propose_match
 
 LEARNING = 12
@@ -29,44 +29,64 @@ PARTS = 10
 
 
 def add_players(journal: LeagueJournal, count: int) -> list[str]:
-    roles = [Role.MAIN] * 3 + [Role.MAIN_EXPLOITER] * 3 + [Role.LEAGUE_EXPLOITER] * 6
+    roles = [PlayerRole.MAIN] * 3 + [PlayerRole.MAIN_EXPLOITER] * 3 + [PlayerRole.LEAGUE_EXPLOITER] * 6
     players = [Player(f"{role.value}_{i}", role) for i, role in enumerate(roles)]
     for i in range(count - LEARNING):
         parent = players[i % LEARNING]
-        players.append(Player(f"{parent.name}.{i}", Role.HISTORICAL, parent=parent.name, parent_role=parent.role))
+        players.append(Player(f"{parent.name}.{i}", PlayerRole.HISTORICAL, parent=parent.name, parent_role=parent.role))
     for player in players:
         journal.apply(PlayerAdded(player))
     return [player.name for player in players]
 
 
-def play(journal: LeagueJournal, names: list[str], results: int, random: np.random.Generator) -> list[dict[str, float]]:
+class Stopwatch:
+    """Wall and CPU time of a block, per use. On a busy machine the wall time includes that of other programs."""
+
+    def __init__(self) -> None:
+        self._wall: list[float] = []
+        self._cpu: list[float] = []
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *exc: object) -> None:
+        self._cpu.append(time.thread_time() - self._began[1])
+        self._wall.append(time.perf_counter() - self._began[0])
+
+    def statistics(self) -> dict[str, float]:
+        wall, cpu = 1e3 * np.array(self._wall), 1e3 * np.array(self._cpu)
+        return {
+            "median": float(np.median(wall)),
+            "mean": float(wall.mean()),
+            "p99": float(np.quantile(wall, 0.99)),
+            "max": float(wall.max()),
+            "CPU mean": float(cpu.mean()),
+            "CPU p99": float(np.quantile(cpu, 0.99)),
+        }
+
+
+def play(
+    journal: LeagueJournal, names: list[str], results: int, random: np.random.Generator
+) -> list[dict[str, dict[str, float]]]:
     strength = dict(zip(names, random.normal(size=len(names)), strict=True))
     parts = []
     for _ in range(PARTS):
-        matchmaking, recording = [], []
+        matchmaking, recording = Stopwatch(), Stopwatch()
         for _ in range(results // PARTS):
             # All players take part, also snapshots: their evaluation matches fill the payoff matrix.
             player = names[int(random.integers(LEARNING if random.random() < 0.5 else len(names)))]
-            began = time.perf_counter()
-            match = propose_match(journal.state, player)
-            assert isinstance(match, MatchIssued)
-            journal.apply(match)
-            proposed = time.perf_counter()
+            with matchmaking:
+                match = propose_match(journal.state, player)
+                assert isinstance(match, MatchIssued)
+                journal.apply(match)
             chance = 1 / (1 + np.exp(strength[match.opponent] - strength[match.player]))
             score = float(random.random() < chance)
-            ready = time.perf_counter()
-            refused = journal.apply(MatchFinished(match.match, score))
+            with recording:
+                refused = journal.apply(MatchFinished(match.match, score))
             assert refused is None
-            matchmaking.append(proposed - began)
-            recording.append(time.perf_counter() - ready)
-        parts.append({"matchmaking_ms": _median_ms(matchmaking), "matchmaking_mean_ms": 1e3 * statistics.fmean(matchmaking)})
-        parts[-1] |= {"recording_ms": _median_ms(recording), "recording_mean_ms": 1e3 * statistics.fmean(recording)}
-        print({name: round(value, 3) for name, value in parts[-1].items()}, flush=True)
+        parts.append({"matchmaking": matchmaking.statistics(), "recording": recording.statistics()})
+        print(json.dumps({what: {k: round(v, 3) for k, v in found.items()} for what, found in parts[-1].items()}), flush=True)
     return parts
-
-
-def _median_ms(seconds: list[float]) -> float:
-    return 1e3 * statistics.median(seconds)
 
 
 def main() -> None:
@@ -79,17 +99,40 @@ def main() -> None:
         parts = play(journal, add_players(journal, args.players), args.results, np.random.default_rng(0))
         before, events = journal.state, journal.events
         journal.close()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         journal = LeagueJournal(Path(directory), LeagueSettings())
-        restart_s = time.perf_counter() - began
+        restart_s, restart_cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         assert journal.state == before
         assert journal.events == events
         journal.close()
         size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
     found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
-    found |= {"restart_s": round(restart_s, 2), "bytes_on_disk": size}
+    found |= {"restart_s": round(restart_s, 2), "restart_cpu_s": round(restart_cpu_s, 2), "bytes_on_disk": size}
     (RESULTS / "league-scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"restart {restart_s:.2f} s, {size / 1e6:.0f} MB on disk")
+    (RESULTS / "league-scale.md").write_text(report(found))
+    print(report(found))
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [
+        f"# A league of {found['players']:,} players and {found['results']:,} results",
+        f"{found['date']}, commit {found['commit']}, {found['cpu']}. Other programs ran at the same time, with priority: percentiles and maxima "
+        "of wall time include waiting for them, CPU time does not.",
+        "Milliseconds per match. Matchmaking chooses the opponent and stores the match; recording stores the result and updates payoff matrix "
+        "and ratings. Every 20,000 events one of them also stores a snapshot of the whole state: the maximum.",
+        *(_table(found, what) for what in ("matchmaking", "recording")),
+        f"Restart: {found['restart_s']:.2f} s ({found['restart_cpu_s']:.2f} s of CPU). On disk: {found['bytes_on_disk'] / 1e6:.0f} MB.",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _table(found: dict[str, Any], what: str) -> str:
+    columns = list(found["parts"][0][what])
+    rows = [f"| {what}, results | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for i, part in enumerate(found["parts"]):
+        numbers = " | ".join(f"{part[what][name]:.3f}" for name in columns)
+        rows.append(f"| to {(i + 1) * found['results'] // PARTS:,} | {numbers} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

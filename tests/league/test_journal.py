@@ -13,14 +13,14 @@ import pytest
 from ludus.errors import Damaged, Fenced
 from ludus.league.events import MatchFinished, MatchIssued, PlayerAdded, PlayerQuarantined
 from ludus.league.journal import LeagueJournal, read_state
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.state import LeagueSettings, propose_match
 
 
 def fill(journal: LeagueJournal, matches: int) -> None:
     if not journal.state.players:
         for name in "abc":
-            assert journal.apply(PlayerAdded(Player(name, Role.MAIN))) is None
+            assert journal.apply(PlayerAdded(Player(name, PlayerRole.MAIN))) is None
     for _ in range(matches):
         match = propose_match(journal.state, "a")
         assert isinstance(match, MatchIssued)

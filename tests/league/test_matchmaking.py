@@ -16,13 +16,13 @@ from ludus.league.matchmaking import (
     quality_probabilities,
 )
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 
-MAIN = Player("main", Role.MAIN)
+MAIN = Player("main", PlayerRole.MAIN)
 
 
 def snapshot(name: str, parent: Player = MAIN, *, retired: bool = False) -> Player:
-    return Player(name, Role.HISTORICAL, parent=parent.name, parent_role=parent.role, retired=retired)
+    return Player(name, PlayerRole.HISTORICAL, parent=parent.name, parent_role=parent.role, retired=retired)
 
 
 def view(*players: Player, wins: dict[tuple[str, str], float] | None = None) -> MatchmakingView:
@@ -68,7 +68,7 @@ def test_a_single_player_plays_against_itself(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_retired_players_and_those_in_quarantine_are_never_drawn(scheme: str) -> None:
-    seen = view(MAIN, snapshot("old", retired=True), Player("broken", Role.FIXED, quarantine="no file"), snapshot("good"))
+    seen = view(MAIN, snapshot("old", retired=True), Player("broken", PlayerRole.FIXED, quarantine="no file"), snapshot("good"))
     assert set(draw(seen, MAIN, MatchmakingSettings(scheme), 500)) <= {"main", "good"}
 
 
@@ -81,7 +81,7 @@ def test_a_main_player_meets_snapshots_by_pfsp_and_itself_else() -> None:
 
 
 def test_verification_prefers_exploiters_that_win() -> None:
-    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    exploiter = Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     seen = view(MAIN, exploiter, snapshot("bug", exploiter), wins={("main", "bug"): 0.1})
     settings = MatchmakingSettings(main_pfsp=0.0, main_verification=1.0)
     assert draw(seen, MAIN, settings, 100) == {"bug": 1.0}
@@ -97,14 +97,14 @@ def test_verification_finds_a_forgotten_snapshot() -> None:
 
 
 def test_a_main_player_that_is_too_strong_is_replaced_by_its_snapshots() -> None:
-    other = Player("other", Role.MAIN)
+    other = Player("other", PlayerRole.MAIN)
     seen = view(MAIN, other, snapshot("other.1", other), wins={("main", "other"): 0.2})
     shares = draw(seen, MAIN, MatchmakingSettings(main_pfsp=0.0, main_verification=0.0))
     assert set(shares) == {"main", "other.1"}
 
 
 def test_a_main_exploiter_plays_main_players_only() -> None:
-    exploiter = Player("exploiter", Role.MAIN_EXPLOITER)
+    exploiter = Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     seen = view(MAIN, exploiter, snapshot("main.1"), snapshot("exploiter.1", exploiter), wins={("exploiter", "main"): 0.5})
     assert draw(seen, exploiter, MatchmakingSettings(), 100) == {"main": 1.0}
     beaten = view(MAIN, exploiter, snapshot("main.1"), wins={("exploiter", "main"): 0.05})
@@ -112,8 +112,8 @@ def test_a_main_exploiter_plays_main_players_only() -> None:
 
 
 def test_a_league_exploiter_plays_snapshots_and_fixed_players() -> None:
-    exploiter = Player("exploiter", Role.LEAGUE_EXPLOITER)
-    seen = view(MAIN, exploiter, snapshot("main.1"), Player("script", Role.FIXED))
+    exploiter = Player("exploiter", PlayerRole.LEAGUE_EXPLOITER)
+    seen = view(MAIN, exploiter, snapshot("main.1"), Player("script", PlayerRole.FIXED))
     shares = draw(seen, exploiter, MatchmakingSettings())
     assert shares == {"main.1": pytest.approx(0.5, abs=0.03), "script": pytest.approx(0.5, abs=0.03)}
 
@@ -133,9 +133,9 @@ def test_quality_falls_faster_for_rarely_drawn_versions() -> None:
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "round_robin"])
-@pytest.mark.parametrize("role", [Role.MAIN, Role.MAIN_EXPLOITER, Role.LEAGUE_EXPLOITER])
-def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, role: Role) -> None:
-    own, other, exploiter = Player("own", role), Player("other", Role.MAIN), Player("exploiter", Role.MAIN_EXPLOITER)
+@pytest.mark.parametrize("role", [PlayerRole.MAIN, PlayerRole.MAIN_EXPLOITER, PlayerRole.LEAGUE_EXPLOITER])
+def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, role: PlayerRole) -> None:
+    own, other, exploiter = Player("own", role), Player("other", PlayerRole.MAIN), Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     past = [snapshot(f"own.{n}", own) for n in range(3)] + [snapshot("other.1", other), snapshot("exploiter.1", exploiter)]
     wins = {
         ("own", "own.0"): 0.5,
@@ -144,7 +144,7 @@ def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, r
         ("own", "other"): 0.2,
         ("own", "exploiter.1"): 0.25,
     }
-    seen = view(own, other, exploiter, *past, Player("script", Role.FIXED), wins=wins)
+    seen = view(own, other, exploiter, *past, Player("script", PlayerRole.FIXED), wins=wins)
     settings = MatchmakingSettings(scheme)
     published = opponent_probabilities(seen, own, settings)
     assert sum(published.values()) == pytest.approx(1.0)
@@ -154,7 +154,7 @@ def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, r
 
 
 def test_round_robin_publishes_all_others_equally_and_issues_them_in_turn() -> None:
-    seen = view(MAIN, snapshot("a"), snapshot("b"), Player("c", Role.FIXED))
+    seen = view(MAIN, snapshot("a"), snapshot("b"), Player("c", PlayerRole.FIXED))
     settings = MatchmakingSettings("round_robin")
     assert opponent_probabilities(seen, MAIN, settings) == dict.fromkeys("abc", pytest.approx(1 / 3))
     turns = [MatchmakingView(seen.players, seen.payoff, matches=n) for n in range(6)]
@@ -166,7 +166,7 @@ def test_psro_meets_the_population_by_the_equilibrium_of_mean_gains() -> None:
     payoff = PayoffTable()
     for winner, loser, gain in (("paper", "rock", 200.0), ("scissors", "paper", 100.0), ("rock", "scissors", 100.0)):
         payoff = payoff.add(winner, loser, 100, 0, 0, gain=gain)
-    players = {name: Player(name, Role.FIXED) for name in ("rock", "paper", "scissors")}
+    players = {name: Player(name, PlayerRole.FIXED) for name in ("rock", "paper", "scissors")}
     seen = MatchmakingView({"main": MAIN, **players}, payoff)
     found = opponent_probabilities(seen, MAIN, MatchmakingSettings("psro"))
     assert found == {"rock": pytest.approx(0.25), "paper": pytest.approx(0.25), "scissors": pytest.approx(0.5)}

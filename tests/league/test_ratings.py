@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ludus.league.payoff import PayoffTable, cyclic_share, find_cycles
-from ludus.league.ratings import Skill, expected_score, fit_ratings, update_elo, update_skill
+from ludus.league.cycles import Cycle, cyclic_share, find_cycles
+from ludus.league.payoff import PayoffTable
+from ludus.league.ratings import SkillEstimate, expected_score, fit_ratings, update_elo, update_skill
 
 ROCK_PAPER_SCISSORS = np.array([[0.5, 0.1, 0.9], [0.9, 0.5, 0.1], [0.1, 0.9, 0.5]])
 
@@ -18,8 +19,8 @@ def test_anchors_keep_their_rating() -> None:
     own, anchor = update_elo(1200, 1000, 0.0, other_fixed=True)
     assert own < 1200
     assert anchor == 1000
-    rated = update_skill([[Skill()], [Skill(30, 1)]], [1, 0], fixed=[False, True])
-    assert rated[1] == [Skill(30, 1)]
+    rated = update_skill([[SkillEstimate()], [SkillEstimate(30, 1)]], [1, 0], fixed=[False, True])
+    assert rated[1] == [SkillEstimate(30, 1)]
     assert rated[0][0].mu > 25
 
 
@@ -28,7 +29,7 @@ def test_skills_equal_those_of_openskill() -> None:
     random = np.random.default_rng(0)
     for _ in range(30):
         sizes = random.integers(1, 4, size=random.integers(2, 5))
-        teams = [[Skill(random.uniform(10, 40), random.uniform(2, 9)) for _ in range(size)] for size in sizes]
+        teams = [[SkillEstimate(random.uniform(10, 40), random.uniform(2, 9)) for _ in range(size)] for size in sizes]
         scores = random.integers(0, 3, size=len(sizes)).tolist()
         theirs = model.rate([[model.rating(mu=one.mu, sigma=one.sigma) for one in team] for team in teams], scores=scores)
         for team, other in zip(update_skill(teams, scores), theirs, strict=True):
@@ -38,7 +39,7 @@ def test_skills_equal_those_of_openskill() -> None:
 
 
 def test_skill_becomes_more_certain_with_results() -> None:
-    own, other = Skill(), Skill()
+    own, other = SkillEstimate(), SkillEstimate()
     for _ in range(12):
         (own,), (other,) = update_skill([[own], [other]], [1, 0])
     assert own.mu - other.mu > 10
@@ -65,7 +66,8 @@ def test_fitted_ratings_stay_finite_for_undefeated_players() -> None:
 
 def test_cycles_are_found_and_measured() -> None:
     assert cyclic_share(ROCK_PAPER_SCISSORS) == pytest.approx(1.0)
-    assert find_cycles(["rock", "paper", "scissors"], ROCK_PAPER_SCISSORS) == [("rock", "scissors", "paper")]
+    (cycle,) = find_cycles(["rock", "paper", "scissors"], ROCK_PAPER_SCISSORS)
+    assert cycle == Cycle(("rock", "scissors", "paper"), (0.9, 0.9, 0.9))
     strength = np.array([0.0, 1.0, 2.5])
     ranking = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
     assert cyclic_share(ranking) == pytest.approx(0.0, abs=1e-9)

@@ -19,11 +19,11 @@ from ludus.league.events import (
     event_to_json,
 )
 from ludus.league.matchmaking import MatchmakingSettings
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.state import (
     LeagueSettings,
     LeagueState,
-    Refused,
+    Refusal,
     SnapshotRule,
     propose_match,
     propose_snapshot,
@@ -39,15 +39,17 @@ def apply(state: LeagueState, *events: LeagueEvent) -> LeagueState:
     return state
 
 
-def refusal(state: LeagueState, event: LeagueEvent) -> Refused:
+def refusal(state: LeagueState, event: LeagueEvent) -> Refusal:
     found = step(state, event)
-    assert isinstance(found, Refused)
+    assert isinstance(found, Refusal)
     return found
 
 
 @pytest.fixture
 def pair() -> LeagueState:
-    return apply(LeagueState(), PlayerAdded(Player("a", Role.MAIN)), PlayerAdded(Player("b", Role.FIXED, rating=1000.0)))
+    return apply(
+        LeagueState(), PlayerAdded(Player("a", PlayerRole.MAIN)), PlayerAdded(Player("b", PlayerRole.FIXED, rating=1000.0))
+    )
 
 
 def test_a_result_counts_once(pair: LeagueState) -> None:
@@ -97,7 +99,7 @@ def test_the_oldest_open_match_is_given_up_when_there_are_too_many(pair: LeagueS
 
 def test_the_same_state_proposes_the_same_match(pair: LeagueState) -> None:
     assert propose_match(pair, "a") == propose_match(pair, "a")
-    assert isinstance(propose_match(pair, "nobody"), Refused)
+    assert isinstance(propose_match(pair, "nobody"), Refusal)
     assert "quarantine: no file" in propose_match(apply(pair, PlayerQuarantined("a", "no file")), "a").reason  # type: ignore[union-attr]
     healed = apply(pair, PlayerQuarantined("a", "no file"), PlayerQuarantined("a", ""))
     assert isinstance(propose_match(healed, "a"), MatchIssued)
@@ -105,7 +107,7 @@ def test_the_same_state_proposes_the_same_match(pair: LeagueState) -> None:
 
 def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> None:
     rule = SnapshotRule(min_steps=100, max_steps=200, win_rate=0.7)
-    state = apply(LeagueState(LeagueSettings(snapshots={Role.MAIN: rule})), PlayerAdded(Player("a", Role.MAIN)))
+    state = apply(LeagueState(LeagueSettings(snapshots={PlayerRole.MAIN: rule})), PlayerAdded(Player("a", PlayerRole.MAIN)))
     assert propose_snapshot(apply(state, PlayerTrained("a", 99, "v1")), "a") is None
     assert propose_snapshot(apply(state, PlayerTrained("a", 150, "v1")), "a") is None  # no opponents yet
     state = apply(state, PlayerTrained("a", 200, "v1"))
@@ -120,8 +122,8 @@ def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> No
 def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() -> None:
     state = apply(
         LeagueState(),
-        PlayerAdded(Player("a", Role.MAIN)),
-        PlayerAdded(Player("e", Role.MAIN_EXPLOITER)),
+        PlayerAdded(Player("a", PlayerRole.MAIN)),
+        PlayerAdded(Player("e", PlayerRole.MAIN_EXPLOITER)),
         ResultsReported("w", 1, "e", "a", 30, 0, 0),
     )
     rating = state.elo["e"]
@@ -135,7 +137,7 @@ def test_beaten_snapshots_lose_quality() -> None:
     settings = LeagueSettings(matchmaking=MatchmakingSettings("past_quality"))
     state = apply(
         LeagueState(settings),
-        PlayerAdded(Player("a", Role.MAIN)),
+        PlayerAdded(Player("a", PlayerRole.MAIN)),
         SnapshotTaken("a", "a.1", "v1"),
         SnapshotTaken("a", "a.2", "v2"),
         ResultsReported("w", 1, "a", "a.1", 10, 0, 0),
@@ -146,7 +148,7 @@ def test_beaten_snapshots_lose_quality() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        PlayerAdded(Player("a.1", Role.HISTORICAL, "runs/x", "a", Role.MAIN, 10)),
+        PlayerAdded(Player("a.1", PlayerRole.HISTORICAL, "runs/x", "a", PlayerRole.MAIN, 10)),
         MatchIssued(3, "a", "b", swap_sides=True),
         ResultsReported("w", 1, "a", "b", 1, 2, 3),
     ],
@@ -158,8 +160,8 @@ def test_events_survive_json(event: LeagueEvent) -> None:
 def test_results_of_an_earlier_generation_only_count_as_played() -> None:
     state = apply(
         LeagueState(),
-        PlayerAdded(Player("a", Role.MAIN_EXPLOITER, steps=500)),
-        PlayerAdded(Player("b", Role.MAIN)),
+        PlayerAdded(Player("a", PlayerRole.MAIN_EXPLOITER, steps=500)),
+        PlayerAdded(Player("b", PlayerRole.MAIN)),
         SnapshotTaken("a", "a.1", "m", reset=True),
         ResultsReported("s", 1, "a", "b", 7, 0, 0, gain=7.0, generation=0),
     )
@@ -174,5 +176,5 @@ def test_results_of_an_earlier_generation_only_count_as_played() -> None:
 
 @pytest.mark.parametrize("gain", [float("nan"), float("inf")])
 def test_gains_that_are_not_finite_are_refused(gain: float) -> None:
-    state = apply(LeagueState(), PlayerAdded(Player("a", Role.MAIN)), PlayerAdded(Player("b", Role.MAIN)))
-    assert isinstance(step(state, ResultsReported("s", 1, "a", "b", 1, 0, 0, gain=gain)), Refused)
+    state = apply(LeagueState(), PlayerAdded(Player("a", PlayerRole.MAIN)), PlayerAdded(Player("b", PlayerRole.MAIN)))
+    assert isinstance(step(state, ResultsReported("s", 1, "a", "b", 1, 0, 0, gain=gain)), Refusal)

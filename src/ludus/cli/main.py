@@ -18,7 +18,7 @@ from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, sub
 from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
 from ludus.cli.help import HelpApp
-from ludus.cli.league import run as league
+from ludus.cli.league import inspect, manage, run
 from ludus.cli.output import is_debug, notify, print_error
 from ludus.cli.serving import check_game, export, fake, serve
 from ludus.cli.training import config, demo, new, presets, train, tune
@@ -38,7 +38,11 @@ app.command("train", cls=train.TrainCommand, rich_help_panel=TRAIN)(train.train)
 app.command("tune", rich_help_panel=TRAIN)(tune.tune)
 app.command("rollout", rich_help_panel=TRAIN)(rollout.rollout)
 app.command("battle", rich_help_panel=TRAIN)(battle.battle)
-app.add_typer(league.app, name="league", rich_help_panel=TRAIN)
+league = HelpApp(name="league", help="Leagues: players that train against each other and their past.", no_args_is_help=True)
+run.add_commands(league)
+inspect.add_commands(league)
+manage.add_commands(league)
+app.add_typer(league, name="league", rich_help_panel=TRAIN)
 app.add_typer(runs.app, name="runs", rich_help_panel=TRAIN)
 app.command("status", rich_help_panel=TRAIN)(status.status)
 app.command("tensorboard", rich_help_panel=TRAIN)(tensorboard.tensorboard)

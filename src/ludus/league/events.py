@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ludus.errors import Damaged
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def event_from_json(values: Mapping[str, Any]) -> LeagueEvent:
 
 def player_from_json(values: Mapping[str, Any]) -> Player:
     parent_role = values.get("parent_role")
-    return Player(**{**values, "role": Role(values["role"]), "parent_role": parent_role and Role(parent_role)})
+    return Player(**{**values, "role": PlayerRole(values["role"]), "parent_role": parent_role and PlayerRole(parent_role)})
 
 
 def is_valid_score(score: float) -> bool:

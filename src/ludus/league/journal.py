@@ -1,6 +1,7 @@
 """A league on disk: a journal of events, and snapshots of the whole state so that a restart need not read all of it.
 
     <league>/lock                    held by the one process that writes
+    <league>/settings.json           settings of matchmaking, snapshots and ratings, for commands that read the league
     <league>/journal/000000000000.jsonl    events from that number on, one JSON object per line
     <league>/state-000000020000.msgpack    the state after that number of events
 
@@ -14,30 +15,36 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
 import itertools
 import json
 import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
-from ludus.errors import Damaged, Fenced
-from ludus.io.atomic_file import replace_file
+from ludus.errors import Damaged, Fenced, NotFound
+from ludus.io.atomic_file import replace_file, replace_json
 from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
-from ludus.league.payoff import PairRecord, PayoffTable
-from ludus.league.ratings import Skill
-from ludus.league.state import LeagueSettings, LeagueState, Refused, step
+from ludus.league.payoff import PayoffTable
+from ludus.league.ratings import SkillEstimate
+from ludus.league.recent import PairResults, RecentResults
+from ludus.league.state import LeagueSettings, LeagueState, Refusal, settings_from_json, settings_to_json, step
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY: Final = 20_000
 """Events between two snapshots of the state."""
 _KEPT_SNAPSHOTS: Final = 2
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_LOCK_WAIT_S: Final = 0.5
+"""Commands such as `ludus league add` and `status` hold the lock for a moment."""
+_SETTINGS: Final = "settings.json"
 
 
 class LeagueJournal:
@@ -52,6 +59,7 @@ class LeagueJournal:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, _acquire(directory / "lock"))
             self.state, self._events = _load(directory, settings)
+            replace_json(directory / _SETTINGS, settings_to_json(settings), indent=1)
             self._snapshot_at = self._events
             self._fd = self._open_segment()
             self._stack = stack.pop_all()
@@ -61,10 +69,10 @@ class LeagueJournal:
         """Number of events since the league was created."""
         return self._events
 
-    def apply(self, event: LeagueEvent) -> Refused | None:
+    def apply(self, event: LeagueEvent) -> Refusal | None:
         """Store the event and change the state, or return why it was refused."""
         after = step(self.state, event)
-        if isinstance(after, Refused):
+        if isinstance(after, Refusal):
             return after
         self._append(json.dumps(event_to_json(event), allow_nan=False).encode() + b"\n")
         self.state, self._events = after, self._events + 1
@@ -83,11 +91,7 @@ class LeagueJournal:
 
     def history(self) -> Iterator[LeagueEvent]:
         """All events from the beginning, for curves and audits."""
-        for path in sorted((self.directory / "journal").glob("*.jsonl")):
-            with open(path, "rb") as file:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        yield event_from_json(json.loads(line))
+        return read_events(self.directory)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -113,26 +117,68 @@ class LeagueJournal:
 def _acquire(path: Path) -> int:
     """Lock the league for this process; the lock ends with it, however it dies. Raises Fenced."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(fd, 100).decode(errors="replace").strip()
-        os.close(fd)
-        raise Fenced(
-            f"Another process runs the league in {path.parent}{f' ({owner})' if owner else ''}.",
-            "One league has one coordinator: stop the other one first.",
-        ) from error
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while not _try_lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= deadline:
+            owner = os.read(fd, 100).decode(errors="replace").strip()
+            os.close(fd)
+            raise Fenced(
+                f"Another process runs the league in {path.parent}{f' ({owner})' if owner else ''}.",
+                "One league has one coordinator: stop the other one first.",
+            )
+        time.sleep(0.02)
     os.ftruncate(fd, 0)
     os.write(fd, f"process {os.getpid()} on {platform.node()}".encode())
     return fd
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_owner(directory: Path) -> str:
+    """The process that runs the league; empty if none does. The lock is tried for an instant."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        if _try_lock(fd, fcntl.LOCK_SH):
+            return ""
+        return os.read(fd, 100).decode(errors="replace").strip() or "unknown process"
+    finally:
+        os.close(fd)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------
 
 
 def read_state(directory: Path, settings: LeagueSettings | None = None) -> LeagueState:
-    """The state on disk, without the lock: for status pages while the league runs."""
-    return _load(directory, settings or LeagueSettings(), repair=False)[0]
+    """The state on disk, without the lock: for status pages while the league runs. Raises NotFound, Damaged."""
+    return _load(directory, settings or read_settings(directory), repair=False)[0]
+
+
+def read_settings(directory: Path) -> LeagueSettings:
+    """The settings with which the league was last opened. Raises NotFound, Damaged."""
+    try:
+        return settings_from_json(json.loads((directory / _SETTINGS).read_bytes()))
+    except OSError as error:
+        raise NotFound(f"There is no league in {directory}.", "`ludus league run` creates one.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise Damaged(f"{directory / _SETTINGS} is damaged: {error}.", "`ludus league run` writes it again.") from error
+
+
+def read_events(directory: Path) -> Iterator[LeagueEvent]:
+    """All events from the beginning, without the lock."""
+    for path in sorted((directory / "journal").glob("*.jsonl")):
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield event_from_json(json.loads(line))
 
 
 def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> tuple[LeagueState, int]:
@@ -140,7 +186,8 @@ def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> 
     state, events = LeagueState(settings), 0
     for path in sorted(directory.glob("state-*.msgpack"), reverse=True):
         try:
-            state, events = _unpack(path.read_bytes(), settings)
+            with _pause_garbage_collection():
+                state, events = _unpack(path.read_bytes(), settings)
             break
         except (Damaged, OSError) as error:
             log.warning("%s cannot be read (%s); an earlier one is used", path, error)
@@ -170,7 +217,7 @@ def _replay(state: LeagueState, line: bytes, path: Path, number: int) -> LeagueS
         after = step(state, event_from_json(json.loads(line)))
     except ValueError as error:
         raise Damaged(f"Event {number} in {path} is damaged: {error}.", "Restore it from a backup.") from error
-    if isinstance(after, Refused):
+    if isinstance(after, Refusal):
         raise Damaged(f"Event {number} in {path} does not fit the events before it: {after.reason}")
     return after
 
@@ -183,10 +230,11 @@ def _pack(state: LeagueState, events: int) -> bytes:
         "format": _FORMAT,
         "events": events,
         "players": [dataclasses.asdict(player) for player in state.players.values()],
-        "payoff": state.payoff.rows,
+        "payoff": state.payoff.half(),
         "elo": dict(state.elo),
         "skill": {name: dataclasses.astuple(skill) for name, skill in state.skill.items()},
         "quality": dict(state.quality),
+        "recent": {name: recent.entries for name, recent in state.recent.items()},
         "open_matches": [dataclasses.asdict(match) for match in state.open_matches.values()],
         "next_match": state.next_match,
         "results": state.results,
@@ -196,9 +244,26 @@ def _pack(state: LeagueState, events: int) -> bytes:
     return packed
 
 
+def _recent_results(entries: Sequence[Sequence[Any]]) -> RecentResults:
+    made = tuple(PairResults._make(entry) for entry in entries)
+    return RecentResults(made, sum(one.games for one in made))
+
+
+@contextlib.contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """A snapshot becomes a million tuples without cycles; the collector would look at them many times, for two thirds of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
     try:
-        content: Mapping[str, Any] = msgpack.unpackb(data)
+        content: Mapping[str, Any] = msgpack.unpackb(data, use_list=False)
         if content["format"] != _FORMAT:
             raise Damaged(f"It has format {content['format']}; this release reads {_FORMAT}.", "Update Ludus.")
         players = [player_from_json(values) for values in content["players"]]
@@ -206,10 +271,11 @@ def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
         state = LeagueState(
             settings,
             {player.name: player for player in players},
-            PayoffTable({own: {other: PairRecord(*r) for other, r in row.items()} for own, row in content["payoff"].items()}),
+            PayoffTable.from_half(content["payoff"]),
             content["elo"],
-            {name: Skill(*values) for name, values in content["skill"].items()},
+            {name: SkillEstimate(*values) for name, values in content["skill"].items()},
             content["quality"],
+            {name: _recent_results(entries) for name, entries in content["recent"].items()},
             {match.match: match for match in matches},
             content["next_match"],
             content["results"],

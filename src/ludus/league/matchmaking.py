@@ -18,7 +18,7 @@ import numpy as np
 
 from ludus.game_theory.meta_solvers import find_meta_solver
 from ludus.league.payoff import Doubles, PayoffTable
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 
 _NEGLIGIBLE: Final = 1e-10
 
@@ -112,7 +112,7 @@ def opponent_probabilities(view: MatchmakingView, player: Player, settings: Matc
 
 
 def _names(
-    view: MatchmakingView, *, role: Role | None = None, parent_role: Role | None = None, parent: str | None = None
+    view: MatchmakingView, *, role: PlayerRole | None = None, parent_role: PlayerRole | None = None, parent: str | None = None
 ) -> list[str]:
     """Available players. Fixed players count as snapshots of nobody in particular."""
     return [
@@ -127,7 +127,7 @@ def _names(
 
 def population(view: MatchmakingView) -> list[str]:
     """Available players whose policy does not change: snapshots and fixed players."""
-    return [one.name for one in view.players.values() if one.available and one.role in (Role.HISTORICAL, Role.FIXED)]
+    return [one.name for one in view.players.values() if one.available and one.role in (PlayerRole.HISTORICAL, PlayerRole.FIXED)]
 
 
 def _certainly(name: str) -> Pool:
@@ -147,9 +147,9 @@ def _by_pfsp(view: MatchmakingView, player: Player, names: Sequence[str], weight
 
 def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     match player.role:
-        case Role.MAIN_EXPLOITER:
+        case PlayerRole.MAIN_EXPLOITER:
             return _for_main_exploiter(view, player, settings)
-        case Role.LEAGUE_EXPLOITER:
+        case PlayerRole.LEAGUE_EXPLOITER:
             return _pfsp_all(view, player, settings)
         case _:
             return _for_main(view, player, settings)
@@ -157,7 +157,7 @@ def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings
 
 def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     branches = [Branch(settings.main_pfsp, lambda: _all_by_pfsp(view, player, settings))]
-    mains = _names(view, role=Role.MAIN) or [player.name]
+    mains = _names(view, role=PlayerRole.MAIN) or [player.name]
     verified = settings.main_verification / len(mains)
     rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
     for main in mains:
@@ -169,10 +169,10 @@ def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettin
 
 def _verification(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool | None:
     """Exploiters that the player loses to; else snapshots of a main player that it has forgotten how to beat."""
-    exploiters = _names(view, role=Role.HISTORICAL, parent_role=Role.MAIN_EXPLOITER)
+    exploiters = _names(view, role=PlayerRole.HISTORICAL, parent_role=PlayerRole.MAIN_EXPLOITER)
     if exploiters and view.payoff.win_rates(player.name, exploiters).min() < settings.too_hard:
         return _by_pfsp(view, player, exploiters, "squared")
-    past = _names(view, role=Role.HISTORICAL, parent=opponent)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     past = past[: _forgotten_until(view.payoff.win_rates(player.name, past))]
     if past and view.payoff.win_rates(player.name, past).min() < settings.forgotten:
         return _by_pfsp(view, player, past, "squared")
@@ -187,14 +187,14 @@ def _forgotten_until(win_rates: Doubles) -> int:
 
 def _self_play_or_snapshots(view: MatchmakingView, player: Player, opponent: str, too_hard: float) -> Pool:
     """The current main player; its snapshots if it is too strong."""
-    past = _names(view, role=Role.HISTORICAL, parent=opponent)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     if opponent == player.name or view.payoff.win_rate(player.name, opponent) > too_hard or not past:
         return _certainly(opponent)
     return _by_pfsp(view, player, past, "variance")
 
 
 def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
-    mains = _names(view, role=Role.MAIN)
+    mains = _names(view, role=PlayerRole.MAIN)
     too_hard = settings.exploiter_too_hard
     against = [functools.partial(_self_play_or_snapshots, view, player, main, too_hard) for main in mains]
     return [Branch(1 / len(mains), pool) for pool in against] or _pfsp_all(view, player, settings)
@@ -219,12 +219,12 @@ def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSetti
 
 def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     """Every past version of the player with equal probability, itself included."""
-    return [Branch(1.0, lambda: _equally([player.name, *_names(view, role=Role.HISTORICAL, parent=player.name)]))]
+    return [Branch(1.0, lambda: _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))]
 
 
 def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     """OpenAI Five: mostly itself; past versions by the softmax of their quality scores."""
-    past = _names(view, role=Role.HISTORICAL, parent=player.name)
+    past = _names(view, role=PlayerRole.HISTORICAL, parent=player.name)
     if not past:
         return _self_play(view, player, settings)
     return [

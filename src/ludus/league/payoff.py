@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,10 @@ class PairRecord(NamedTuple):
         rate = (self.win_rate * kept + fresh * (wins + 0.5 * draws) / games) / (kept + fresh)
         return PairRecord(self.wins + wins, self.draws + draws, self.losses + losses, kept + fresh, rate, self.gain + gain)
 
+    def mirrored(self) -> PairRecord:
+        """The same results from the other player's view."""
+        return PairRecord(self.losses, self.draws, self.wins, self.weight, 1 - self.win_rate, -self.gain)
+
 
 NO_RESULTS: Final = PairRecord()
 
@@ -47,7 +51,7 @@ NO_RESULTS: Final = PairRecord()
 @dataclass(frozen=True)
 class PayoffTable:
     rows: Mapping[str, Mapping[str, PairRecord]] = field(default_factory=dict)
-    """Player → opponent → record. Both directions are stored."""
+    """Player → opponent → record. Both directions are stored; that of the later name mirrors that of the earlier one."""
 
     def record(self, player: str, opponent: str) -> PairRecord:
         return self.rows.get(player, {}).get(opponent, NO_RESULTS)
@@ -65,12 +69,29 @@ class PayoffTable:
         """Count matches. Those of a player against itself count nothing. `gain` None: 1 per won match, -1 per lost one."""
         if player == opponent or wins + draws + losses == 0:
             return self
-        rows, gained = dict(self.rows), float(wins - losses) if gain is None else gain
-        for own, other, won, lost, more in ((player, opponent, wins, losses, gained), (opponent, player, losses, wins, -gained)):
-            row = dict(rows.get(own, {}))
-            row[other] = row.get(other, NO_RESULTS).add(won, draws, lost, decay, more)
-            rows[own] = row
+        gained = float(wins - losses) if gain is None else gain
+        if player > opponent:
+            player, opponent, wins, losses, gained = opponent, player, losses, wins, -gained
+        rows = dict(self.rows)
+        record = self.record(player, opponent).add(wins, draws, losses, decay, gained)
+        rows[player] = {**rows.get(player, {}), opponent: record}
+        rows[opponent] = {**rows.get(opponent, {}), player: record.mirrored()}
         return PayoffTable(rows)
+
+    @classmethod
+    def from_half(cls, half: Mapping[str, Mapping[str, Sequence[Any]]]) -> PayoffTable:
+        """The inverse of `half`."""
+        rows: dict[str, dict[str, PairRecord]] = {own: {} for own in half}
+        for own, row in half.items():
+            for other, values in row.items():
+                record = PairRecord._make(values)
+                rows[own][other] = record
+                rows.setdefault(other, {})[own] = record.mirrored()
+        return cls(rows)
+
+    def half(self) -> dict[str, dict[str, PairRecord]]:
+        """Every pair once, under the player whose name sorts first; half of what a snapshot would store otherwise."""
+        return {own: {other: record for other, record in row.items() if own < other} for own, row in self.rows.items()}
 
     def without(self, player: str) -> PayoffTable:
         """Forget the results of a player, as after a reset of its weights."""
@@ -94,34 +115,6 @@ class PayoffTable:
         """[players, players] number of matches."""
         return np.array([[self.record(own, other).games for other in players] for own in players], np.int64)
 
-
-# -- cycles -------------------------------------------------------------------------------------------------------------
-
-
-def cyclic_share(win_rates: Doubles) -> float:
-    """How much of the payoffs no rating can explain: 0 for a pure ranking, 1 for rock-paper-scissors.
-
-    Log-odds are split into a gradient (a rating per player) and a cyclic rest (Balduzzi et al. 2019, "Open-ended learning in
-    symmetric zero-sum games"); the share is that of the squared norm.
-    """
-    clipped = np.clip(win_rates, 0.01, 0.99)
-    advantage = np.log(clipped / (1 - clipped))
-    advantage = (advantage - advantage.T) / 2
-    rating = advantage.mean(axis=1)
-    rest = advantage - (rating[:, None] - rating[None, :])
-    whole = float((advantage**2).sum())
-    return float((rest**2).sum()) / whole if whole > 1e-12 else 0.0
-
-
-def find_cycles(players: Sequence[str], win_rates: Doubles, margin: float = 0.05) -> list[tuple[str, str, str]]:
-    """Triples of players each of which beats the next one, the last one the first, by at least `margin` above one half.
-
-    Strongest first: ordered by the smallest of the three win rates.
-    """
-    beats = win_rates > 0.5 + margin
-    found = []
-    for a in range(len(players)):
-        for b in np.flatnonzero(beats[a]).tolist():
-            closing = np.flatnonzero(beats[b] & beats[:, a]).tolist()
-            found += [(min(win_rates[a, b], win_rates[b, c], win_rates[c, a]), a, b, c) for c in closing if a < b and a < c]
-    return [(players[a], players[b], players[c]) for _, a, b, c in sorted(found, reverse=True)]
+    def draws(self, players: Sequence[str]) -> npt.NDArray[np.int64]:
+        """[players, players] number of drawn matches."""
+        return np.array([[self.record(own, other).draws for other in players] for own in players], np.int64)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Role(StrEnum):
+class PlayerRole(StrEnum):
     """What a player is for (Vinyals et al. 2019)."""
 
     MAIN = "main"
@@ -22,18 +22,18 @@ class Role(StrEnum):
 
     @property
     def learns(self) -> bool:
-        return self in (Role.MAIN, Role.MAIN_EXPLOITER, Role.LEAGUE_EXPLOITER)
+        return self in (PlayerRole.MAIN, PlayerRole.MAIN_EXPLOITER, PlayerRole.LEAGUE_EXPLOITER)
 
 
 @dataclass(frozen=True)
 class Player:
     name: str
-    role: Role
+    role: PlayerRole
     model: str = ""
     """Where its policy is: a run directory with a version, a checkpoint, `rule:NAME` or an address."""
     parent: str | None = None
     """The training player of which this is a snapshot."""
-    parent_role: Role | None = None
+    parent_role: PlayerRole | None = None
     steps: int = 0
     """Environment steps trained so far; of a snapshot: when it was taken."""
     snapshot_steps: int = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ludus.league.payoff import Doubles
 
@@ -17,6 +18,8 @@ _ELO_SCALE: Final = 400 / math.log(10)
 _SKILL_BETA: Final = 25 / 6  # spread of the performance in one match
 _SKILL_DRIFT: Final = 25 / 300  # growth of the uncertainty per match: training players change
 _SKILL_KAPPA: Final = 1e-4
+ELO_PER_SKILL: Final = _ELO_SCALE / (math.sqrt(2) * _SKILL_BETA)
+"""Elo points per point of skill, between players without uncertainty."""
 
 
 def expected_score(own: float, other: float) -> float:
@@ -33,7 +36,7 @@ def update_elo(
 
 
 @dataclass(frozen=True)
-class Skill:
+class SkillEstimate:
     """A normal distribution of the player's strength."""
 
     mu: float = 25.0
@@ -45,12 +48,14 @@ class Skill:
         return self.mu - 3 * self.sigma
 
 
-def update_skill(teams: Sequence[Sequence[Skill]], scores: Sequence[float], fixed: Sequence[bool] = ()) -> list[list[Skill]]:
+def update_skill(
+    teams: Sequence[Sequence[SkillEstimate]], scores: Sequence[float], fixed: Sequence[bool] = ()
+) -> list[list[SkillEstimate]]:
     """Bayesian update after a match of teams; equal scores are draws. The skills of `fixed` teams stay.
 
     The Plackett-Luce model of Weng & Lin (2011), "A Bayesian approximation method for online ranking", algorithm 4.
     """
-    before = [[Skill(one.mu, math.hypot(one.sigma, _SKILL_DRIFT)) for one in team] for team in teams]
+    before = [[SkillEstimate(one.mu, math.hypot(one.sigma, _SKILL_DRIFT)) for one in team] for team in teams]
     mu = [sum(one.mu for one in team) for team in before]
     variance = [sum(one.sigma**2 for one in team) for team in before]
     c = math.sqrt(sum(v + _SKILL_BETA**2 for v in variance))
@@ -70,12 +75,34 @@ def update_skill(teams: Sequence[Sequence[Skill]], scores: Sequence[float], fixe
         share = [one.sigma**2 / variance[i] for one in team]
         after.append(
             [
-                Skill(one.mu + part * omega, one.sigma * math.sqrt(max(1 - part * delta, _SKILL_KAPPA)))
+                SkillEstimate(one.mu + part * omega, one.sigma * math.sqrt(max(1 - part * delta, _SKILL_KAPPA)))
                 for one, part in zip(team, share, strict=True)
             ]
         )
     stays = list(fixed) or [False] * len(teams)
     return [list(team) if stay else rated for team, rated, stay in zip(teams, after, stays, strict=True)]
+
+
+def skill_of_anchor(rating: float) -> SkillEstimate:
+    """The certain skill whose win probabilities against other certain skills are those of this Elo rating."""
+    return SkillEstimate(SkillEstimate.mu + (rating - ELO_START) / ELO_PER_SKILL, 0.0)
+
+
+def spread_outcomes(wins: int, draws: int, losses: int, limit: int) -> list[float]:
+    """Scores of at most `limit` matches with these shares of wins, draws and losses, mixed evenly.
+
+    Online ratings weight the latest result most; a report that listed its wins first would be rated too low.
+    """
+    games = wins + draws + losses
+    number = min(games, limit)
+    taken = [0.0, 0.0, 0.0]
+    outcomes = []
+    for i in range(1, number + 1):
+        lacking = [count * i / games - before for count, before in zip((wins, draws, losses), taken, strict=True)]
+        chosen = lacking.index(max(lacking))
+        taken[chosen] += 1
+        outcomes.append((1.0, 0.5, 0.0)[chosen])
+    return outcomes
 
 
 @dataclass(frozen=True)
@@ -87,38 +114,76 @@ class FittedRating:
 
 
 def fit_ratings(
-    players: Sequence[str], score: Doubles, games: Doubles, anchors: Mapping[str, float], *, prior_games: float = 1.0
+    players: Sequence[str],
+    score: Doubles,
+    games: Doubles,
+    anchors: Mapping[str, float],
+    *,
+    draws: Doubles | None = None,
+    prior_games: float = 1.0,
 ) -> dict[str, FittedRating]:
     """Maximum-likelihood ratings of all results at once (Bradley & Terry 1952), in Elo points. The order of results does not matter.
 
     `score[i, j]`: points of i against j, draws as half; `games[i, j]`: number of matches. `anchors`: players with a known rating; without
-    any, the mean is 1200. `prior_games`: drawn matches against an average player, which keep undefeated players finite.
+    any, the mean is 1200. `draws[i, j]`: number of drawn matches, which narrow the intervals: a draw varies less than a win or a loss.
+    `prior_games`: drawn matches against an average player, which keep undefeated players finite.
     """
     n = len(players)
     if not n:
         return {}
     known = np.array([name in anchors for name in players])
-    center = float(np.mean(list(anchors.values()))) if known.any() else ELO_START
+    center = float(np.mean([anchors[name] for name in players if name in anchors])) if known.any() else ELO_START
     strength = np.array([(anchors.get(name, center) - center) / _ELO_SCALE for name in players])
     free = np.flatnonzero(~known)
-    information = np.zeros((n, n))
     for _ in range(100):  # Newton's method; the likelihood is concave
-        chance = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
-        prior = 1 / (1 + np.exp(-strength))
-        gradient = (score - games * chance).sum(axis=1) + prior_games * (0.5 - prior)
-        weight = games * chance * (1 - chance)
-        information = np.diag(weight.sum(axis=1) + prior_games * prior * (1 - prior)) - weight
         if not free.size:
             break
+        gradient, information = _derivatives(strength, score, games, prior_games)
         step = np.linalg.solve(information[np.ix_(free, free)], gradient[free])
         strength[free] += np.clip(step, -2.0, 2.0)
         if np.abs(step).max() < 1e-9:
             break
-    if not known.any():
-        strength -= strength.mean()
     deviation = np.zeros(n)
     if free.size:
-        deviation[free] = np.sqrt(np.maximum(np.diag(np.linalg.inv(information[np.ix_(free, free)])), 0.0))
+        deviation[free] = _deviations(strength, free, games, draws, prior_games, centered=not known.any())
+    if not known.any():
+        strength -= strength.mean()
     return {
         name: FittedRating(center + _ELO_SCALE * strength[i], 1.96 * _ELO_SCALE * deviation[i]) for i, name in enumerate(players)
     }
+
+
+def _derivatives(strength: Doubles, score: Doubles, games: Doubles, prior_games: float) -> tuple[Doubles, Doubles]:
+    """Gradient and negative Hessian of the log-likelihood."""
+    chance = _win_chances(strength)
+    prior = 1 / (1 + np.exp(-strength))
+    gradient = (score - games * chance).sum(axis=1) + prior_games * (0.5 - prior)
+    return gradient, _laplacian(games * chance * (1 - chance), prior_games * prior * (1 - prior))
+
+
+def _deviations(
+    strength: Doubles, free: npt.NDArray[np.intp], games: Doubles, draws: Doubles | None, prior_games: float, *, centered: bool
+) -> Doubles:
+    """Standard deviations of the free players' strengths; `centered`: of their differences from the mean."""
+    chance = _win_chances(strength)
+    prior = 1 / (1 + np.exp(-strength))
+    prior_weight = prior_games * prior * (1 - prior)
+    weight = games * chance * (1 - chance)
+    inverse = np.linalg.inv(_laplacian(weight, prior_weight)[np.ix_(free, free)])
+    covariance = inverse
+    if draws is not None:
+        # The variance of one score is p (1 - p) - P(draw) / 4. The share of draws is estimated as if two more matches had been decided.
+        varying = np.maximum(weight - 0.25 * draws * games / (games + 2), 0.0)
+        covariance = inverse @ _laplacian(varying, prior_weight)[np.ix_(free, free)] @ inverse
+    if centered:
+        covariance = covariance - covariance.mean(axis=0)
+        covariance = covariance - covariance.mean(axis=1, keepdims=True)
+    return np.sqrt(np.maximum(np.diag(covariance), 0.0))
+
+
+def _win_chances(strength: Doubles) -> Doubles:
+    return np.asarray(1 / (1 + np.exp(strength[None, :] - strength[:, None])), np.float64)
+
+
+def _laplacian(weight: Doubles, diagonal: Doubles) -> Doubles:
+    return np.asarray(np.diag(weight.sum(axis=1) + diagonal) - weight, np.float64)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,8 +34,9 @@ from ludus.league.matchmaking import (
     quality_probabilities,
 )
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, Role
-from ludus.league.ratings import ELO_K, ELO_START, Skill, update_elo, update_skill
+from ludus.league.players import Player, PlayerRole
+from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
+from ludus.league.recent import PairResults, RecentResults
 
 _MAX_RATED_AT_ONCE: Final = 100
 """Results of one report that change the ratings one by one; further ones only count in the payoff table."""
@@ -58,19 +59,32 @@ class SnapshotRule:
 @dataclass(frozen=True)
 class LeagueSettings:
     matchmaking: MatchmakingSettings = field(default_factory=MatchmakingSettings)
-    snapshots: Mapping[Role, SnapshotRule] = field(
+    snapshots: Mapping[PlayerRole, SnapshotRule] = field(
         default_factory=lambda: {
-            Role.MAIN: SnapshotRule(),
-            Role.MAIN_EXPLOITER: SnapshotRule(reset=1.0),
-            Role.LEAGUE_EXPLOITER: SnapshotRule(reset=0.25),
+            PlayerRole.MAIN: SnapshotRule(),
+            PlayerRole.MAIN_EXPLOITER: SnapshotRule(reset=1.0),
+            PlayerRole.LEAGUE_EXPLOITER: SnapshotRule(reset=0.25),
         }
     )
     decay: float = 0.99
     """Discount of older results of a pair per new result."""
     elo_k: float = ELO_K
+    rating_window: int = 400
+    """Latest results of a training player that count for its fitted rating."""
     max_open_matches: int = 4096
     """Issued matches without a result; beyond it the oldest is given up and its result refused."""
     seed: int = 0
+
+
+def settings_to_json(settings: LeagueSettings) -> dict[str, Any]:
+    return asdict(settings)
+
+
+def settings_from_json(values: Mapping[str, Any]) -> LeagueSettings:
+    """Raises TypeError, ValueError or KeyError for unknown or missing keys."""
+    matchmaking = MatchmakingSettings(**values["matchmaking"])
+    snapshots = {PlayerRole(role): SnapshotRule(**rule) for role, rule in values["snapshots"].items()}
+    return LeagueSettings(**{**values, "matchmaking": matchmaking, "snapshots": snapshots})
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,11 @@ class LeagueState:
     players: Mapping[str, Player] = field(default_factory=dict)
     payoff: PayoffTable = field(default_factory=PayoffTable)
     elo: Mapping[str, float] = field(default_factory=dict)
-    skill: Mapping[str, Skill] = field(default_factory=dict)
+    skill: Mapping[str, SkillEstimate] = field(default_factory=dict)
     quality: Mapping[str, float] = field(default_factory=dict)
     """Quality scores of snapshots (OpenAI Five)."""
+    recent: Mapping[str, RecentResults] = field(default_factory=dict)
+    """Latest results of the training players."""
     open_matches: Mapping[int, MatchIssued] = field(default_factory=dict)
     next_match: int = 1
     results: int = 0
@@ -94,14 +110,14 @@ class LeagueState:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """Why an event changed nothing. `repeated`: it had been counted before, so that its sender may consider it done."""
 
     reason: str
     repeated: bool = False
 
 
-def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refused:
+def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
     """Apply an event."""
     match event:
         case PlayerAdded():
@@ -127,39 +143,45 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refused:
 # -- players ---------------------------------------------------------------------------------------------------------------
 
 
-def _add_player(state: LeagueState, player: Player) -> LeagueState | Refused:
+def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
     if player.name in state.players:
-        return Refused(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
+        return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
     start = player.rating if player.rating is not None else state.elo.get(player.parent or "", ELO_START)
     return replace(
         state,
         players={**state.players, player.name: player},
         elo={**state.elo, player.name: start},
-        skill={**state.skill, player.name: state.skill.get(player.parent or "", Skill())},
+        skill={**state.skill, player.name: _first_skill(state, player)},
         quality={**state.quality, player.name: max(state.quality.values(), default=0.0)},
     )
 
 
-def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refused:
+def _first_skill(state: LeagueState, player: Player) -> SkillEstimate:
+    if player.rating is not None:
+        return skill_of_anchor(player.rating)
+    return state.skill.get(player.parent or "", SkillEstimate())
+
+
+def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueState | Refusal:
     if name not in state.players:
         return _unknown(name)
     changed = replace(state.players[name], **changes)  # type: ignore[arg-type]  # fields of Player by name
     return replace(state, players={**state.players, name: changed})
 
 
-def _unknown(name: str) -> Refused:
-    return Refused(f"There is no player {name!r}.")
+def _unknown(name: str) -> Refusal:
+    return Refusal(f"There is no player {name!r}.")
 
 
-def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Refused:
+def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Refusal:
     parent = state.players.get(event.name)
     if parent is None:
         return _unknown(event.name)
     snapshot = Player(
-        event.snapshot, Role.HISTORICAL, event.model, parent=parent.name, parent_role=parent.role, steps=parent.steps
+        event.snapshot, PlayerRole.HISTORICAL, event.model, parent=parent.name, parent_role=parent.role, steps=parent.steps
     )
     added = _add_player(state, snapshot)
-    if isinstance(added, Refused):
+    if isinstance(added, Refusal):
         return added
     generation = parent.generation + event.reset
     begun = parent.steps if event.reset else parent.generation_steps
@@ -169,7 +191,8 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
             after,
             payoff=after.payoff.without(parent.name),
             elo={**after.elo, parent.name: ELO_START},
-            skill={**after.skill, parent.name: Skill()},
+            skill={**after.skill, parent.name: SkillEstimate()},
+            recent={name: results for name, results in after.recent.items() if name != parent.name},
         )
     return after
 
@@ -177,53 +200,53 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
 # -- matches ----------------------------------------------------------------------------------------------------------------
 
 
-def propose_match(state: LeagueState, player: str) -> MatchIssued | Refused:
+def propose_match(state: LeagueState, player: str) -> MatchIssued | Refusal:
     """The next match of a training player. The same state always proposes the same match."""
     own = state.players.get(player)
     if own is None:
         return _unknown(player)
     if not own.available:
-        return Refused(f"The player {player!r} is {'retired' if own.retired else 'in quarantine: ' + own.quarantine}.")
+        return Refusal(f"The player {player!r} is {'retired' if own.retired else 'in quarantine: ' + own.quarantine}.")
     random = np.random.default_rng([state.settings.seed, state.next_match])
     opponent = choose_opponent(state.view(), own, state.settings.matchmaking, random)
     return MatchIssued(state.next_match, player, opponent, swap_sides=bool(random.integers(2)))
 
 
-def _issue_match(state: LeagueState, event: MatchIssued) -> LeagueState | Refused:
+def _issue_match(state: LeagueState, event: MatchIssued) -> LeagueState | Refusal:
     for name in (event.player, event.opponent):
         if name not in state.players:
             return _unknown(name)
     if event.match < state.next_match:
-        return Refused(f"Match {event.match} was issued before.", repeated=True)
+        return Refusal(f"Match {event.match} was issued before.", repeated=True)
     open_matches = {**state.open_matches, event.match: event}
     if len(open_matches) > state.settings.max_open_matches:
         del open_matches[next(iter(open_matches))]
     return replace(state, open_matches=open_matches, next_match=event.match + 1)
 
 
-def _finish_match(state: LeagueState, event: MatchFinished) -> LeagueState | Refused:
+def _finish_match(state: LeagueState, event: MatchFinished) -> LeagueState | Refusal:
     issued = state.open_matches.get(event.match)
     if issued is None:
         known = 0 < event.match < state.next_match
-        return Refused(f"Match {event.match} {'is over' if known else 'was never issued'}.", repeated=known)
+        return Refusal(f"Match {event.match} {'is over' if known else 'was never issued'}.", repeated=known)
     if not is_valid_score(event.score):
-        return Refused(f"The score of match {event.match} is {event.score}: it must be between 0 and 1.")
+        return Refusal(f"The score of match {event.match} is {event.score}: it must be between 0 and 1.")
     left = {number: one for number, one in state.open_matches.items() if number != event.match}
     won, drawn = int(event.score > 0.5), int(event.score == 0.5)
     return _count(replace(state, open_matches=left), issued.player, issued.opponent, won, drawn, 1 - won - drawn)
 
 
-def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refused:
+def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refusal:
     for name in (event.player, event.opponent):
         if name not in state.players:
             return _unknown(name)
     last = state.reports.get(event.source, 0)
     if event.number <= last:
-        return Refused(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
+        return Refusal(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
     if min(event.wins, event.draws, event.losses) < 0:
-        return Refused(f"Report {event.number} of {event.source!r} has a negative number of results.")
+        return Refusal(f"Report {event.number} of {event.source!r} has a negative number of results.")
     if event.gain is not None and not math.isfinite(event.gain):
-        return Refused(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
+        return Refusal(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
     counted = replace(state, reports={**state.reports, event.source: event.number})
     if event.generation not in (None, state.players[event.player].generation):
         return replace(counted, results=state.results + event.wins + event.draws + event.losses)
@@ -244,7 +267,17 @@ def _count(
         elo={**state.elo, **_rate_elo(state, player, opponent, games, (wins + 0.5 * draws) / games)},
         skill={**state.skill, **_rate_skill(state, player, opponent, (wins, draws, losses))},
         quality=_lower_quality(state, opponent, wins),
+        recent=_add_recent(state, player, opponent, (wins, draws, losses)),
     )
+
+
+def _add_recent(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> Mapping[str, RecentResults]:
+    wins, draws, losses = counts
+    recent, window = dict(state.recent), state.settings.rating_window
+    for own, added in ((player, PairResults(opponent, *counts)), (opponent, PairResults(player, losses, draws, wins))):
+        if state.players[own].role.learns:
+            recent[own] = recent.get(own, RecentResults()).add(added, window)
+    return recent
 
 
 def _is_anchor(state: LeagueState, name: str) -> bool:
@@ -261,11 +294,10 @@ def _rate_elo(state: LeagueState, player: str, opponent: str, games: int, score:
     return {player: own, opponent: other}
 
 
-def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, Skill]:
+def _rate_skill(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> dict[str, SkillEstimate]:
     own, other = state.skill[player], state.skill[opponent]
     fixed = [_is_anchor(state, player), _is_anchor(state, opponent)]
-    outcomes = [score for count, score in zip(counts, (1.0, 0.5, 0.0), strict=True) for score in [score] * count]
-    for score in outcomes[:_MAX_RATED_AT_ONCE]:
+    for score in spread_outcomes(*counts, limit=_MAX_RATED_AT_ONCE):
         (own,), (other,) = update_skill([[own], [other]], [score, 1 - score], fixed)
     return {player: own, opponent: other}
 
@@ -301,6 +333,6 @@ def propose_snapshot(state: LeagueState, name: str) -> SnapshotTaken | None:
 
 
 def _beats_all(state: LeagueState, player: Player, win_rate: float) -> bool:
-    roles = (Role.MAIN,) if player.role is Role.MAIN_EXPLOITER else (Role.HISTORICAL, Role.FIXED)
+    roles = (PlayerRole.MAIN,) if player.role is PlayerRole.MAIN_EXPLOITER else (PlayerRole.HISTORICAL, PlayerRole.FIXED)
     names = [one.name for one in state.players.values() if one.available and one.role in roles and one.name != player.name]
     return bool(names) and bool(state.payoff.win_rates(player.name, names).min() > win_rate)

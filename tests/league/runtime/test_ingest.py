@@ -16,7 +16,7 @@ import pytest
 
 from ludus.league.events import PlayerAdded
 from ludus.league.journal import LeagueJournal, read_state
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import ingest
 from ludus.league.runtime.ingest import ResultIngest
 from ludus.league.state import LeagueSettings
@@ -26,9 +26,9 @@ from ludus.sampling.league_files import PairReport, ResultSpool, SpoolReader
 def open_league(directory: Path) -> LeagueJournal:
     journal = LeagueJournal(directory, LeagueSettings())
     for player in (
-        Player("main", Role.MAIN),
-        Player("old", Role.HISTORICAL, "players/old@1"),
-        Player("gone", Role.FIXED, retired=True),
+        Player("main", PlayerRole.MAIN),
+        Player("old", PlayerRole.HISTORICAL, "players/old@1"),
+        Player("gone", PlayerRole.FIXED, retired=True),
     ):
         if player.name not in journal.state.players:
             assert journal.apply(PlayerAdded(player)) is None
@@ -121,6 +121,7 @@ def test_a_player_whose_model_cannot_be_loaded_is_excluded_unless_it_has_another
 
 WRITER = """
 import sys, json, pathlib, time
+from ludus.io.atomic_file import replace_json
 from ludus.sampling.league_files import ResultSpool
 league, acknowledged, seed = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 spool, total = ResultSpool(league, f"main-{seed}"), 0
@@ -129,7 +130,7 @@ while not (league / "enough").exists():
         spool.add("main", ("old", "gone", "main")[n % 3], 0, (1.0, 0.5, 0.0)[(n + total) % 3], 0.25)
     spool.flush()
     total += 7
-    acknowledged.write_text(json.dumps(total))
+    replace_json(acknowledged, total)
     time.sleep(0.002)
 spool.close()
 """
@@ -182,7 +183,7 @@ def test_killing_the_coordinator_and_writers_loses_and_repeats_nothing(tmp_path:
         sum(one.wins + one.draws + one.losses for one in SpoolReader(path).read() if isinstance(one, PairReport))
         for path in sorted((tmp_path / "results").glob("*.jsonl"))
     ]
-    told = [json.loads(path.read_text() or "0") for path in acknowledged]
+    told = [json.loads(path.read_text()) for path in acknowledged]
     assert journal.state.results == sum(written)
     assert written[1:] == told[1:]
     assert told[0] <= written[0] <= told[0] + 7, "the killed writer may have written one more batch than it said"

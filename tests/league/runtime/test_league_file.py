@@ -7,7 +7,7 @@ import pytest
 from ludus.config.problem import ConfigErrors
 from ludus.core import trust
 from ludus.errors import ConfigError
-from ludus.league.players import Role
+from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import check_players, locate_problems, player_experiment, read_league
 from ludus.league.state import SnapshotRule
 
@@ -119,5 +119,5 @@ snapshots: {{main_exploiter: {{min_steps: 50}}}}
     assert (other.self_play.opponents, other.self_play.player) == ("league", "other")
     generations = [player_experiment(config, name, tmp_path, n)["config"]["seed"] for name in ("main", "other") for n in range(3)]
     assert len(set(generations)) == 6
-    assert config.settings().snapshots[Role.MAIN_EXPLOITER] == SnapshotRule(50, 100, 0.7, reset=1.0)
-    assert config.settings().snapshots[Role.LEAGUE_EXPLOITER].reset == 0.25
+    assert config.settings().snapshots[PlayerRole.MAIN_EXPLOITER] == SnapshotRule(50, 100, 0.7, reset=1.0)
+    assert config.settings().snapshots[PlayerRole.LEAGUE_EXPLOITER].reset == 0.25

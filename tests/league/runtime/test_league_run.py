@@ -20,10 +20,11 @@ from ludus.errors import ConfigError, Fenced
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
 from ludus.league.journal import LeagueJournal, read_state
-from ludus.league.players import Role
+from ludus.league.players import PlayerRole
 from ludus.league.runtime.coordinator import LeagueResult, run_league
 from ludus.league.runtime.league_file import LeagueConfig, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
+from ludus.league.spool import submit_events
 from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import read_matchmaking
 from ludus.tournament.contestants import TrainedContestant, contestant
@@ -62,7 +63,7 @@ def test_a_league_trains_in_turns_takes_snapshots_and_goes_on_after_its_end(tmp_
     state = result.state
     assert result.stopped_by == "timesteps 768"
     assert {name: state.players[name].steps for name in ("main", "hunter")} == {"main": 384, "hunter": 384}
-    assert {one.name for one in state.players.values() if one.role is Role.HISTORICAL} == {"main.1", "hunter.1"}
+    assert {one.name for one in state.players.values() if one.role is PlayerRole.HISTORICAL} == {"main.1", "hunter.1"}
     # Every environment step is one match here: none is missing and none is counted twice.
     assert state.results == 768
     # An exploiter was reset at its snapshot and trained on in a new run.
@@ -85,7 +86,7 @@ def test_a_league_trains_in_turns_takes_snapshots_and_goes_on_after_its_end(tmp_
 
 def test_several_players_train_at_once(tmp_path: Path) -> None:
     result = run(tmp_path, league(tmp_path, parallel=2, stop={"snapshots": 4}))
-    assert sum(one.role is Role.HISTORICAL for one in result.state.players.values()) >= 4
+    assert sum(one.role is PlayerRole.HISTORICAL for one in result.state.players.values()) >= 4
     assert result.state.results == sum(result.state.players[name].steps for name in ("main", "hunter"))
 
 
@@ -112,13 +113,13 @@ def test_psro_fills_the_payoffs_of_its_population(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_cannot_be_read_is_excluded_and_the_rest_goes_on(tmp_path: Path) -> None:
-    data = league(tmp_path, matchmaking={"scheme": "pfsp"})
+    data = league(tmp_path, players={"main": {}}, matchmaking={"scheme": "fictitious"}, turn_steps=256, stop={"timesteps": 256})
     run(tmp_path, data)
     (broken,) = (tmp_path / "players/main.1/models").glob("*/*.safetensors")
     broken.write_bytes(b"\x00" * 64)
-    state = run(tmp_path, data | {"stop": {"timesteps": 2048}}).state
+    state = run(tmp_path, data | {"stop": {"timesteps": 1024}}).state
     assert "safetensors" in state.players["main.1"].quarantine
-    assert state.results == 2048
+    assert state.results == 1024
 
 
 def test_a_learner_that_dies_is_tried_again_and_then_excluded(tmp_path: Path) -> None:
@@ -138,20 +139,16 @@ def test_a_learner_that_dies_is_tried_again_and_then_excluded(tmp_path: Path) ->
     assert healed.players["fragile"].steps == 640
 
 
-def test_retired_players_do_not_train_and_meet_nobody(tmp_path: Path) -> None:
-    data = league(tmp_path)
+def test_retired_players_and_those_that_left_the_file_do_not_train_and_meet_nobody(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "hunter": {}, "gone": {}}, turn_steps=256)
     run(tmp_path, data)
-    journal = LeagueJournal(tmp_path, LeagueSettings())
-    for name in ("hunter", "main.1"):
-        assert journal.apply(PlayerRetired(name)) is None
-    journal.close()
     before = read_state(tmp_path)
-    state = run(tmp_path, data | {"stop": {"timesteps": 1024}}).state
-    assert state.players["hunter"].steps == before.players["hunter"].steps
+    assert submit_events(tmp_path, [PlayerRetired("hunter"), PlayerRetired("main.1")]) == []
+    players = {"main": {}, "hunter": {}}
+    state = run(tmp_path, data | {"players": players, "stop": {"timesteps": 1024}}).state
+    assert [state.players[name].steps for name in ("hunter", "gone", "main")] == [256, 256, 512]
+    assert state.players["gone"].retired
     assert state.payoff.record("main", "main.1") == before.payoff.record("main", "main.1")
-    # A training player that is not in the file any more is retired.
-    rest = {name: player for name, player in data["players"].items() if name != "hunter"}
-    assert run(tmp_path, data | {"players": rest, "stop": {"timesteps": 1280}}).state.results == 1280
 
 
 def test_a_file_that_does_not_fit_the_league_is_refused(tmp_path: Path) -> None:
@@ -214,19 +211,20 @@ def test_a_learner_by_hand_trains_and_stops_with_the_league(tmp_path: Path) -> N
     assert state.results > 0
 
 
-def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path: Path, kills: int) -> None:
     file, directory = tmp_path / "league.yaml", tmp_path / "league"
     file.write_text(yaml.safe_dump(league(tmp_path, stop={"timesteps": 1_000_000})))
-    for kill in range(3):
+    for kill in range(kills):
         with command("run", "-f", file, "--dir", directory) as coordinator:
             enough = 300 * (kill + 1)
-            wait_until(lambda: (directory / "journal").is_dir() and read_state(directory).results >= enough, 90)  # noqa: B023
+            wait_until(lambda: (directory / "settings.json").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
             coordinator.send_signal(signal.SIGKILL)
             coordinator.wait(10)
             assert coordinator.stdout is not None
         wait_until(lambda: not any(is_claimed(directory, name) for name in ("main", "hunter")), 30)
     with command("run", "-f", file, "--dir", directory) as coordinator:
-        wait_until(lambda: read_state(directory).results >= 1200, 90)
+        wait_until(lambda: read_state(directory).results >= 300 * (kills + 1), 90)
         coordinator.send_signal(signal.SIGINT)
         coordinator.communicate(timeout=60)
     assert coordinator.returncode == 130

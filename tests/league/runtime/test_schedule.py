@@ -3,15 +3,15 @@ from __future__ import annotations
 from typing import Any
 
 from ludus.league.events import PlayerAdded, ResultsReported
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
 from ludus.league.runtime.schedule import choose_learners, missing_pairs, reached_stop
 from ludus.league.state import LeagueState
 from tests.league.test_state import apply
 
-MAIN = Player("main", Role.MAIN, steps=300)
-PAST = [Player(f"main.{n}", Role.HISTORICAL, "m", parent="main") for n in (1, 2)]
-FIXED = Player("script", Role.FIXED, "rule:random")
+MAIN = Player("main", PlayerRole.MAIN, steps=300)
+PAST = [Player(f"main.{n}", PlayerRole.HISTORICAL, "m", parent="main") for n in (1, 2)]
+FIXED = Player("script", PlayerRole.FIXED, "rule:random")
 
 
 def league(*players: Player) -> LeagueState:
@@ -23,21 +23,23 @@ def config(**sections: Any) -> LeagueConfig:
 
 
 def test_the_player_with_the_fewest_steps_trains_next() -> None:
-    state = league(MAIN, Player("b", Role.MAIN, steps=100), Player("c", Role.LEAGUE_EXPLOITER, steps=200), *PAST, FIXED)
+    state = league(
+        MAIN, Player("b", PlayerRole.MAIN, steps=100), Player("c", PlayerRole.LEAGUE_EXPLOITER, steps=200), *PAST, FIXED
+    )
     assert choose_learners(state, (), 1) == ["b"]
     assert choose_learners(state, {"b"}, 5) == ["c", "main"]
     assert choose_learners(state, (), 0) == []
 
 
 def test_retired_players_and_those_in_quarantine_do_not_train() -> None:
-    state = league(Player("a", Role.MAIN, retired=True), Player("b", Role.MAIN, quarantine="broken"), MAIN)
+    state = league(Player("a", PlayerRole.MAIN, retired=True), Player("b", PlayerRole.MAIN, quarantine="broken"), MAIN)
     assert choose_learners(state, (), 3) == ["main"]
-    nobody = league(Player("a", Role.MAIN, retired=True), FIXED)
+    nobody = league(Player("a", PlayerRole.MAIN, retired=True), FIXED)
     assert reached_stop(nobody, LeagueStopSection(), 0.0) == "no player can train"
 
 
 def test_stop_conditions() -> None:
-    state = league(MAIN, Player("b", Role.MAIN, steps=200), *PAST)
+    state = league(MAIN, Player("b", PlayerRole.MAIN, steps=200), *PAST)
     assert reached_stop(state, LeagueStopSection(), 1e9) is None
     assert reached_stop(state, LeagueStopSection(timesteps=501), 0.0) is None
     assert reached_stop(state, LeagueStopSection(timesteps=500), 0.0) == "timesteps 500"

@@ -116,17 +116,17 @@ def battle(
     location = GameLocation(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
-    with _Progress(games, quiet=json_) as progress:
+    with BattleProgress(games, quiet=json_) as progress:
         result = run(one, other, settings, recording_settings, location, progress.count, progress.render)
     if json_:
         print(json.dumps(result.to_json()), flush=True)
     else:
-        _show(result)
+        show_battle(result)
     if len(result.failed) == len(result.games):
         raise typer.Exit(1)
 
 
-class _Progress:
+class BattleProgress:
     """A progress bar of the games, then one of the videos; a terminal shows one at a time."""
 
     def __init__(self, games: int, *, quiet: bool) -> None:
@@ -134,7 +134,7 @@ class _Progress:
         self._videos = ProgressBar("rendering videos", unit="frames", quiet=quiet, deferred=True)
         self._playing = ExitStack()
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> BattleProgress:
         self._playing.enter_context(self._games)
         return self
 
@@ -152,7 +152,8 @@ class _Progress:
         self._videos.update(done, total)
 
 
-def _show(result: BattleResult) -> None:
+def show_battle(result: BattleResult) -> None:
+    """Print the win rates, the statistics of heroes, and the files that were written."""
     console = make_console(highlight=False, markup=False)
     console.print(f"A  {result.a['name']}\nB  {result.b['name']}")
     console.print(_headline(result))

@@ -9,17 +9,19 @@ from typing import Annotated
 
 import typer
 
-from ludus.cli.help import HelpApp
 from ludus.cli.output import Printer, runnable
 from ludus.errors import UsageError
-
-app = HelpApp(name="league", help="Leagues: players that train against each other and their past.", no_args_is_help=True)
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; messages go to stderr.")]
 
 
-@app.command("run")
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the group `ludus league`."""
+    for command in (run, learner):
+        app.command()(command)
+
+
 def run(
     file: Annotated[Path, typer.Option("--file", "-f", help="File of the league (YAML).")],
     directory: Annotated[
@@ -55,7 +57,6 @@ def run(
         raise typer.Exit(130)
 
 
-@app.command("learner")
 def learner(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the league, as its coordinator uses it.")],
     player: Annotated[str, typer.Option("--player", "-p", help="Player to train.")],

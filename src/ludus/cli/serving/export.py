@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ludus.cli.common_options import run_argument
+from ludus.cli.output import say
 from ludus.cli.progress import ProgressBar
 from ludus.cli.training import options as o
 from ludus.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from ludus.experiments.export_run import ExportResult
 
 
 def export(
@@ -34,7 +38,6 @@ def export(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Export a trained agent to ONNX, with a report that compares it with the original."""
-    from ludus.cli.output import say
     from ludus.experiments.export_run import export_checkpoint
 
     if format_ != "onnx":
@@ -48,6 +51,11 @@ def export(
             )  # fmt: skip
     except NotFound as error:
         raise UsageError(error.message, error.hint) from error
+    show_export(exported, json_)
+
+
+def show_export(exported: ExportResult, json_: bool) -> None:
+    """Print the report of an export; exit code 1 if nothing was written."""
     report = exported.report
     say(
         f"{report.model} version {report.version}, {report.precision}, opset {report.opset}: {report.equal_actions:.3%} of "

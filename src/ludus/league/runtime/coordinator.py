@@ -27,14 +27,15 @@ from ludus.io.atomic_file import TEMPORARY, replace_file
 from ludus.league.events import LeagueEvent, PlayerAdded, PlayerQuarantined, PlayerRetired, PlayerTrained
 from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import opponent_probabilities
-from ludus.league.players import Player, Role
+from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
 from ludus.league.runtime.evaluation import PairTask
 from ludus.league.runtime.ingest import ResultIngest
 from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
 from ludus.league.runtime.learner import is_claimed
-from ludus.league.runtime.stored_models import copy_model, find_newest, model_name, run_directory
+from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
 from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
+from ludus.league.spool import apply_spool
 from ludus.league.state import LeagueState, propose_snapshot
 from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
@@ -161,7 +162,9 @@ class Coordinator:
     # -- players
 
     def _scan(self) -> None:
-        """Record new checkpoints of the training players, and take the snapshots that are due."""
+        """Apply changes by other commands, record new checkpoints of the training players, and take the snapshots that are due."""
+        apply_spool(self._journal)
+        self._import_models()
         for player in list(self._state.players.values()):
             if not player.role.learns or player.name not in self._policies:
                 continue
@@ -173,12 +176,22 @@ class Coordinator:
                 self._apply(PlayerTrained(player.name, steps, model))
             self._take_snapshot(player.name, newest.run / checkpoint.FOLDER / newest.checkpoint)
 
+    def _import_models(self) -> None:
+        """Copy models of fixed players that `ludus league add` has added."""
+        for player in list(self._state.players.values()):
+            if player.role is not PlayerRole.FIXED or not player.available or _is_ready(player.model):
+                continue
+            try:
+                self._apply(PlayerTrained(player.name, player.steps, import_model(self._league, player.name, player.model)))
+            except (LudusError, OSError) as error:
+                self._quarantine(player.name, str(error))
+
     def _take_snapshot(self, name: str, where: Path) -> None:
         event = propose_snapshot(self._state, name)
         if event is None:
             return
         try:
-            model = copy_model(self._league, event.snapshot, where)
+            model = copy_checkpoint(self._league, event.snapshot, where)
         except (LudusError, OSError) as error:  # tried again with the next checkpoint
             self._say(f"no snapshot of {name}: {error}")
             return
@@ -341,9 +354,9 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     for name, section in config.players.items():
         known = journal.state.players.get(name)
         if known is None:
-            model = "" if Role(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, Role(section.role), model, rating=section.rating)))
-        elif (known.role, known.rating) != (Role(section.role), section.rating):
+            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+        elif (known.role, known.rating) != (PlayerRole(section.role), section.rating):
             problems.append(
                 f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
                 f"{known.role.value} and {known.rating}."
@@ -368,11 +381,16 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
             resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, generation))
 
 
+def _is_ready(model: str) -> bool:
+    """Whether samplers can load the model as it is."""
+    return model == RANDOM_RULE or model.startswith((SCRIPT, f"{PLAYERS}/"))
+
+
 def _import_model(league: Path, name: str, model: str) -> str:
-    if model == RANDOM_RULE or model.startswith(SCRIPT):
+    if _is_ready(model):
         return model
     try:
-        return copy_model(league, name, model)
+        return import_model(league, name, model)
     except LudusError as error:
         raise ConfigError(f"players.{name}.model is {model}: {error.message}", error.hint) from error
 

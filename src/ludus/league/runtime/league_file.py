@@ -20,7 +20,7 @@ from ludus.experiments.validation import validate
 from ludus.game_theory.meta_solvers import META_SOLVERS
 from ludus.io.yaml_documents import key_lines, parse_yaml, read_text
 from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSettings
-from ludus.league.players import Role
+from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.state import LeagueSettings, SnapshotRule
 
@@ -30,7 +30,11 @@ EVALUATION: Final = "evaluation"
 _MAX_BYTES: Final = 1 << 20
 _GENERATION_STEP: Final = 104_729
 _SEEDS: Final = 1 << 30
-_RESET: Final[Mapping[Role, float]] = {Role.MAIN: 0.0, Role.MAIN_EXPLOITER: 1.0, Role.LEAGUE_EXPLOITER: 0.25}
+_RESET: Final[Mapping[PlayerRole, float]] = {
+    PlayerRole.MAIN: 0.0,
+    PlayerRole.MAIN_EXPLOITER: 1.0,
+    PlayerRole.LEAGUE_EXPLOITER: 0.25,
+}
 _KEPT_CHECKPOINTS: Final = 3
 
 
@@ -139,7 +143,7 @@ class SnapshotSection(ConfigSection):
             raise ValueError(f"max_steps is {self.max_steps}, less than min_steps {self.min_steps}")
         return self
 
-    def to_rule(self, role: Role) -> SnapshotRule:
+    def to_rule(self, role: PlayerRole) -> SnapshotRule:
         reset = _RESET[role] if self.reset is None else self.reset
         return SnapshotRule(self.min_steps, self.max_steps or 2 * self.min_steps, self.win_rate, reset)
 
@@ -200,6 +204,7 @@ class LeagueConfig(ConfigSection):
     )
     decay: float = Field(0.99, gt=0, le=1, description="Discount of older results of a pair per new result.")
     elo_k: float = Field(ELO_K, gt=0, description="K-factor of Elo ratings.")
+    rating_window: int = Field(400, ge=1, description="Latest results of a training player that count for its rating.")
     seed: int = Field(0, ge=0, lt=_SEEDS, description="Random seed of players and league.")
 
     @model_validator(mode="after")
@@ -209,11 +214,12 @@ class LeagueConfig(ConfigSection):
         return self
 
     def learners(self) -> list[str]:
-        return [name for name, player in self.players.items() if Role(player.role).learns]
+        return [name for name, player in self.players.items() if PlayerRole(player.role).learns]
 
     def settings(self) -> LeagueSettings:
         rules = {role: getattr(self.snapshots, role.value).to_rule(role) for role in _RESET}
-        return LeagueSettings(MatchmakingSettings(**self.matchmaking.model_dump()), rules, self.decay, self.elo_k, seed=self.seed)
+        matchmaking = MatchmakingSettings(**self.matchmaking.model_dump())
+        return LeagueSettings(matchmaking, rules, self.decay, self.elo_k, self.rating_window, seed=self.seed)
 
     @property
     def evaluated_pairs(self) -> Literal["all", "fixed", "none"]:

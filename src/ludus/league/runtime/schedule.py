@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from ludus.league.matchmaking import population
-from ludus.league.players import Role
+from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
 from ludus.league.state import LeagueState
 
@@ -22,7 +22,7 @@ def total_steps(state: LeagueState) -> int:
 
 
 def count_snapshots(state: LeagueState) -> int:
-    return sum(one.role is Role.HISTORICAL for one in state.players.values())
+    return sum(one.role is PlayerRole.HISTORICAL for one in state.players.values())
 
 
 def reached_stop(state: LeagueState, stop: LeagueStopSection, elapsed_s: float) -> str | None:
@@ -58,4 +58,4 @@ def _pairs(state: LeagueState, config: LeagueConfig, names: Sequence[str]) -> li
     pairs = list(combinations(names, 2))
     if config.evaluated_pairs == "all":
         return pairs
-    return [pair for pair in pairs if any(state.players[name].role is Role.FIXED for name in pair)]
+    return [pair for pair in pairs if any(state.players[name].role is PlayerRole.FIXED for name in pair)]

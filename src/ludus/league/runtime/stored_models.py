@@ -11,18 +11,23 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound
+from ludus.core.types import DEFAULT_MODEL
+from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UsageError
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import CONFIG, META
 from ludus.io.atomic_file import sync_directory, temporary_path
 from ludus.league.runtime.league_file import PLAYERS
+from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
 from ludus.storage.safe_read import parse_json
+from ludus.tournament.contestants import TrainedContestant, contestant
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ def find_newest(run: Path) -> StoredModel | None:
         return None
 
 
-def copy_model(league: Path, player: str, where: str | Path) -> str:
-    """Copy a run's newest checkpoint, or the named one, into the league as the model of a player; returns the name of the model.
+def copy_checkpoint(league: Path, player: str, where: str | Path) -> str:
+    """Copy a checkpoint into the league as the model of a player; returns the name of the model.
 
     Replaces a copy that was made before and is not used yet. Raises NotFound, Damaged, UsageError, IncompatibleCheckpoint, OSError.
     """
@@ -73,23 +78,47 @@ def copy_model(league: Path, player: str, where: str | Path) -> str:
         )
     ((model, weights),) = loaded.weights.items()
     entry = loaded.state["models"][model]
-    version = int(entry["version"])
-    target = league / PLAYERS / player
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = temporary_path(target)
-    try:
-        copy = LocalStore(aside)
+    with _copy(league, player) as copy:
         for file in (CONFIG, META):
             with contextlib.suppress(NotFound):
                 copy.put(file, source.get(file))
         copy.put_bundle(f"{checkpoint.FOLDER}/{name}", source.get_bundle(f"{checkpoint.FOLDER}/{name}"))
-        copy.put(f"models/{model}/model.json", json.dumps(entry["description"], indent=1).encode())
-        data = serialization.encode_weights(weights, {"model": model, "version": str(version)})
-        copy.put(f"models/{model}/{version:06d}.safetensors", data)
+        _put_version(copy, model, int(entry["version"]), entry["description"], weights)
+    return f"{PLAYERS}/{player}@{int(entry['version'])}"
+
+
+def import_model(league: Path, player: str, model: str) -> str:
+    """Copy the model of a fixed player into the league: a run, RUN/best, RUN@VERSION or a checkpoint. Raises like `copy_checkpoint`."""
+    found = contestant(model)
+    if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
+        raise UsageError(
+            f"{model} cannot play in training: its policy is not in a checkpoint.",
+            "Name a run, RUN/best, RUN@VERSION or a checkpoint; or rule:random, script:module:function.",
+        )
+    if not found.where.endswith(".safetensors"):
+        return copy_checkpoint(league, player, found.where)
+    with _copy(league, player) as copy:  # a version without a checkpoint
+        _put_version(copy, DEFAULT_MODEL, found.version, found.policy.description(), found.policy.weights())
+    return f"{PLAYERS}/{player}@{found.version}"
+
+
+def _put_version(copy: LocalStore, model: str, version: int, description: Mapping[str, Any], weights: Weights) -> None:
+    copy.put(f"models/{model}/model.json", json.dumps(description, indent=1).encode())
+    data = serialization.encode_weights(weights, {"model": model, "version": str(version)})
+    copy.put(f"models/{model}/{version:06d}.safetensors", data)
+
+
+@contextlib.contextmanager
+def _copy(league: Path, player: str) -> Iterator[LocalStore]:
+    """A directory that becomes that of the player when the block ends; an exception discards it."""
+    target = league / PLAYERS / player
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = temporary_path(target)
+    try:
+        yield LocalStore(aside)
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
         sync_directory(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # it does not exist after the rename
-    return f"{PLAYERS}/{player}@{version}"

@@ -1,0 +1,201 @@
+"""Commands that use or change the players of a league: match, add, retire, export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ludus.cli.common_options import AsJson, trust_option
+from ludus.cli.league.inspect import LeagueDirectory
+from ludus.cli.output import say
+from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.league.events import LeagueEvent
+    from ludus.league.players import Player
+    from ludus.league.state import LeagueState
+
+_NAME = re.compile(r"[A-Za-z0-9][\w:+.-]*")
+_BUILT_IN = ("rule:", "script:", "http://", "https://")
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the group `ludus league`."""
+    for command in (match, add, retire, export):
+        app.command()(command)
+
+
+def match(
+    directory: LeagueDirectory,
+    a: Annotated[str, typer.Argument(metavar="A", help="Player of the league.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Its opponent.")],
+    games: Annotated[int, typer.Option(min=1, help="Number of matches.")] = 200,
+    record: Annotated[bool, typer.Option("--record", help="Count the results in the league.")] = False,
+    swap_sides: Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="Let A play both sides in turn.")] = True,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.")
+    ] = True,
+    mode: Annotated[str | None, typer.Option(metavar="NvN", help="Team sizes in the Arena; default: as in training.")] = None,
+    env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment; default: that of the training.")] = None,
+    camps: Annotated[str | None, typer.Option(metavar="A,…/B,…", help="Agents of both sides, by name or pattern.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the environment; repeatable.")
+    ] = None,
+    seconds: Annotated[int | None, typer.Option(min=1, help="Game time limit in the Arena; then it is a draw.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.")] = 0,
+    trust: Annotated[bool, trust_option()] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Play a battle between two players of the league; with --record it counts for their ratings."""
+    from ludus.cli.evaluation.battle import BattleProgress, show_battle
+    from ludus.cli.games.gamecore import read_options
+    from ludus.league.events import ResultsReported
+    from ludus.league.journal import read_state
+    from ludus.tournament.battle import battle
+    from ludus.tournament.contestants import contestant
+    from ludus.tournament.gamecore_matches import GameLocation
+    from ludus.tournament.settings import BattleSettings
+
+    state = read_state(directory)
+    one, other = (contestant(_model_of(directory, _find_player(state, name))) for name in (a, b))
+    if record and a == b:
+        raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
+    settings = BattleSettings(
+        games=games, swap_sides=swap_sides, mode=mode, seconds=seconds, seed=seed, deterministic=deterministic
+    )
+    location = GameLocation(options=read_options(option or ()), env=env, camps=camps)
+    with BattleProgress(games, quiet=as_json) as progress:
+        result = battle(one, other, settings, None, location, progress.count)
+    if as_json:
+        print(json.dumps(result.to_json() | {"players": [a, b]}), flush=True)
+    else:
+        show_battle(result)
+    total = result.total
+    if not total.games:
+        raise typer.Exit(1)
+    if record:
+        source = f"match-{uuid.uuid4().hex}"
+        event = ResultsReported(source, 1, a, b, total.won, total.drawn, total.lost)
+        _submit(directory, [event], f"{total.games} results of {a} against {b} are recorded", quiet=as_json)
+
+
+def add(
+    directory: LeagueDirectory,
+    name: Annotated[str, typer.Argument(metavar="PLAYER", help="Name of the new player.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, export (.onnx), rule:NAME or address.")
+    ],
+    rating: Annotated[
+        float | None,
+        typer.Option(metavar="ELO", help="Fixed rating, which makes the player an anchor; default: rated by results."),
+    ] = None,
+    trust: Annotated[bool, trust_option()] = False,
+) -> None:
+    """Add a fixed player, which never changes: a script, a checkpoint or a served agent."""
+    from ludus.league.events import PlayerAdded
+    from ludus.league.players import Player, PlayerRole
+    from ludus.tournament.contestants import contestant
+
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is not a name for a player.", "Use letters, digits and _ : + . - .")
+    if not model.startswith(_BUILT_IN):
+        contestant(model)  # raises if it cannot be loaded
+        path, at, version = model.rpartition("@")
+        whole = not at or Path(model).exists()
+        model = model if "://" in model else str(Path(model).absolute()) if whole else f"{Path(path).absolute()}@{version}"
+    event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating))
+    _submit(directory, [event], f"{name} is a player of the league")
+
+
+def retire(
+    directory: LeagueDirectory,
+    player: Annotated[str, typer.Argument(metavar="PLAYER", help="Player that gets no new matches; its results stay.")],
+) -> None:
+    """Retire a player: it gets no new matches, its results and rating stay."""
+    from ludus.league.events import PlayerRetired
+    from ludus.league.journal import read_state
+
+    found = _find_player(read_state(directory), player)
+    if found.retired:
+        say(f"{player} is retired already")
+        return
+    _submit(directory, [PlayerRetired(player)], f"{player} is retired")
+
+
+def export(
+    directory: LeagueDirectory,
+    player: Annotated[str, typer.Argument(metavar="PLAYER", help="Player to export.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory or .onnx file to write.")],
+    quantize: Annotated[str | None, typer.Option(help="Quantization: int8 is smaller, and faster for large networks.")] = None,
+    trust: Annotated[bool, trust_option()] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export the policy of a player to ONNX, with a report that compares it with the original."""
+    from ludus.cli.serving.export import show_export
+    from ludus.experiments.export_run import export_policy
+    from ludus.experiments.runs.remote_runs import directory_of
+    from ludus.league.journal import read_state
+    from ludus.models.policy import Policy
+    from ludus.tournament.contestants import TrainedContestant, contestant
+
+    if quantize not in (None, "int8"):
+        raise UsageError(f"--quantize {quantize} is not known.", "Use int8, or leave it out for float32.")
+    model = _model_of(directory, _find_player(read_state(directory), player))
+    file = out if out.suffix == ".onnx" and not out.is_dir() else out / f"{player}.onnx"
+    if model.endswith(".onnx"):
+        _copy_export(Path(model), file)
+        return
+    found = contestant(model)
+    if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
+        raise UsageError(f"{player} is {model}, which has no policy to export.", "Choose a player with a checkpoint.")
+    where = directory_of(found.where)
+    run = where.parents[2] if where.suffix == ".safetensors" else where.parents[1]
+    name = where.parent.name if where.suffix == ".safetensors" else player
+    experiment = {"env": found.env, "config": found.settings}
+    exported = export_policy(found.policy, run, experiment, name, found.version, int8=quantize == "int8", out=file)
+    show_export(exported, as_json)
+
+
+def _copy_export(source: Path, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, file)
+    report = source.with_suffix(".report.json")
+    if report.is_file():
+        shutil.copyfile(report, file.with_suffix(".report.json"))
+    say(f"model   {file}")
+
+
+def _find_player(state: LeagueState, name: str) -> Player:
+    from ludus.core.plugins import did_you_mean
+
+    if name not in state.players:
+        raise UsageError(f"The league has no player {name!r}.", did_you_mean(name, list(state.players)))
+    return state.players[name]
+
+
+def _model_of(directory: Path, player: Player) -> str:
+    """The player's model as a contestant of a battle; paths in a league are relative to its directory. Raises UsageError."""
+    model = player.model
+    if not model:
+        raise UsageError(f"The player {player.name!r} has no model yet.", "It gets one with its first checkpoint.")
+    if model.startswith(_BUILT_IN):
+        return model
+    return str(directory / model) if (directory / model.partition("@")[0]).exists() else model
+
+
+def _submit(directory: Path, events: Sequence[LeagueEvent], done: str, *, quiet: bool = False) -> None:
+    """Change the league, or leave the change to its coordinator. Raises UsageError if the league refuses it."""
+    from ludus.league.spool import submit_events
+
+    refused = submit_events(directory, events)
+    if refused:
+        raise UsageError(refused[0].reason, "`ludus league status` lists the players.")
+    pending = "" if refused is not None else " as soon as the coordinator of the league, which is running, has read it"
+    say(f"{done}{pending}", to_stderr=quiet)

@@ -1,0 +1,108 @@
+"""Ratings of all players of a league by one fit of its results, for tables, curves and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ludus.league.payoff import UNSEEN, Doubles
+from ludus.league.players import PlayerRole
+from ludus.league.ratings import ELO_START, FittedRating, SkillEstimate, fit_ratings
+from ludus.league.state import LeagueState
+
+
+@dataclass(frozen=True)
+class RatedPlayer:
+    name: str
+    role: PlayerRole
+    rating: FittedRating
+    elo: float
+    """Elo after every match in turn."""
+    skill: SkillEstimate
+    games: int
+    """Results against other players that count; those before a reset of its weights do not."""
+    anchor: bool
+    available: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "player": self.name,
+            "role": self.role.value,
+            "rating": round(self.rating.elo, 2),
+            "interval": round(self.rating.interval, 2),
+            "elo": round(self.elo, 2),
+            "skill": round(self.skill.mu, 4),
+            "skill_sigma": round(self.skill.sigma, 4),
+            "games": self.games,
+            "anchor": self.anchor,
+            "available": self.available,
+        }
+
+
+def rate_players(state: LeagueState) -> list[RatedPlayer]:
+    """All players, the best first."""
+    fitted, anchors = fit_league(state), anchors_of(state)
+    rated = [
+        RatedPlayer(
+            name,
+            player.role,
+            fitted[name],
+            state.elo[name],
+            state.skill[name],
+            sum(record.games for record in state.payoff.rows.get(name, {}).values()),
+            name in anchors,
+            player.available,
+        )
+        for name, player in state.players.items()
+    ]
+    return sorted(rated, key=lambda one: (-one.rating.elo, one.name))
+
+
+def anchors_of(state: LeagueState) -> Mapping[str, float]:
+    """Players whose rating is given. If there are none, the first fixed player is held at 1200: it never changes."""
+    given = {player.name: player.rating for player in state.players.values() if player.rating is not None}
+    fixed = (player.name for player in state.players.values() if player.role is PlayerRole.FIXED)
+    return given or dict.fromkeys(list(fixed)[:1], ELO_START)
+
+
+def fit_league(state: LeagueState) -> dict[str, FittedRating]:
+    """Ratings from all results at once: those between players that do not learn, and the latest ones of every training player."""
+    players = list(state.players)
+    index = {name: i for i, name in enumerate(players)}
+    learns = {name: state.players[name].role.learns for name in players}
+    counts = np.zeros((3, len(players), len(players)))  # points, matches and draws of the row against the column
+    for own, row in state.payoff.rows.items():
+        if not learns[own]:
+            for other, record in row.items():
+                if not learns[other]:
+                    counts[:, index[own], index[other]] = record.wins + 0.5 * record.draws, record.games, record.draws
+    for own, recent in state.recent.items():
+        for opponent, wins, draws, losses in recent.entries:
+            # A match of two training players is among the latest results of both.
+            share = 0.5 if learns[opponent] else 1.0
+            games = wins + draws + losses
+            points = wins + 0.5 * draws
+            counts[:, index[own], index[opponent]] += share * np.array([points, games, draws])
+            counts[:, index[opponent], index[own]] += share * np.array([games - points, games, draws])
+    score, games_played, drawn = counts
+    return fit_ratings(players, score, games_played, anchors_of(state), draws=drawn)
+
+
+def win_rates_and_games(state: LeagueState, players: Sequence[str]) -> tuple[Doubles, Doubles]:
+    """[players, players] win rates, 0.5 without results, and matches. For matches of training players, both are discounted with age."""
+    index = {name: i for i, name in enumerate(players)}
+    learns = {name: state.players[name].role.learns for name in players}
+    rates, games = np.full((len(players), len(players)), UNSEEN), np.zeros((len(players), len(players)))
+    for own in players:
+        for other, record in state.payoff.rows.get(own, {}).items():
+            if other not in index:
+                continue
+            where = index[own], index[other]
+            if learns[own] or learns[other]:
+                rates[where], games[where] = record.win_rate, record.weight
+            else:
+                rates[where], games[where] = (record.wins + 0.5 * record.draws) / record.games, record.games
+    return rates, games

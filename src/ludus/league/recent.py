@@ -1,0 +1,35 @@
+"""The latest results of a training player, by which it is rated: older ones were won or lost by a weaker self."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PairResults(NamedTuple):
+    """Results against one opponent that arrived together."""
+
+    opponent: str
+    wins: int
+    draws: int
+    losses: int
+
+    @property
+    def games(self) -> int:
+        return self.wins + self.draws + self.losses
+
+
+@dataclass(frozen=True)
+class RecentResults:
+    """A window over the latest results, oldest first."""
+
+    entries: tuple[PairResults, ...] = ()
+    games: int = 0
+
+    def add(self, added: PairResults, window: int) -> RecentResults:
+        """Add results, and drop the oldest ones as long as `window` matches remain."""
+        games, dropped = self.games + added.games, 0
+        while dropped < len(self.entries) and games - self.entries[dropped].games >= window:
+            games -= self.entries[dropped].games
+            dropped += 1
+        return RecentResults((*self.entries[dropped:], added), games)

@@ -1,0 +1,71 @@
+"""Events for a league that another process runs: files that its coordinator applies.
+
+    <league>/spool/<time>-<id>.json        a list of events, as in the journal
+
+A file is deleted after its events are in the journal. A coordinator that is killed in between applies the file again: the league refuses
+what it has counted before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ludus.errors import Damaged, Fenced
+from ludus.io.atomic_file import replace_file
+from ludus.league.events import LeagueEvent, event_from_json, event_to_json
+from ludus.league.journal import LeagueJournal, read_settings
+from ludus.league.state import Refusal
+
+log = logging.getLogger(__name__)
+
+_FOLDER: Final = "spool"
+
+
+def submit_events(directory: Path, events: Sequence[LeagueEvent]) -> list[Refusal] | None:
+    """Apply events to a league, or leave them to its coordinator if one runs.
+
+    Returns the refusals, or None if the coordinator will apply the events. Raises NotFound if there is no league.
+    """
+    settings = read_settings(directory)
+    try:
+        journal = LeagueJournal(directory, settings)
+    except Fenced:
+        name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json"
+        (directory / _FOLDER).mkdir(exist_ok=True)
+        data = json.dumps([event_to_json(event) for event in events], allow_nan=False).encode()
+        replace_file(directory / _FOLDER / name, data)
+        return None
+    try:
+        apply_spool(journal)
+        return [refusal for event in events if (refusal := journal.apply(event)) is not None]
+    finally:
+        journal.close()
+
+
+def apply_spool(journal: LeagueJournal) -> int:
+    """Apply the events that other processes left; for the coordinator, every few seconds. Returns the number of events applied.
+
+    Refused events are logged. A damaged file is renamed to `.damaged` and stays.
+    """
+    applied = 0
+    for path in sorted((journal.directory / _FOLDER).glob("*.json")):
+        try:
+            events = [event_from_json(values) for values in json.loads(path.read_bytes())]
+        except (ValueError, TypeError, AttributeError, Damaged) as error:
+            log.warning("%s is not applied to the league: %s", path, error)
+            path.rename(path.with_suffix(".damaged"))
+            continue
+        for event in events:
+            refusal = journal.apply(event)
+            if refusal is None:
+                applied += 1
+            elif not refusal.repeated:
+                log.warning("%s of %s is refused: %s", type(event).__name__, path, refusal.reason)
+        path.unlink(missing_ok=True)
+    return applied
