@@ -263,17 +263,21 @@ class SpoolReader:
 
     def read(self) -> Iterator[SpoolReport]:
         """Yield the reports since the last call, without a line that is not complete yet. Raises OSError."""
+        if self.path.stat().st_size == self.offset:
+            return
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self.offset += len(line)
                 try:
-                    yield parse_report(line)
+                    report = parse_report(line)
                 except ValueError as error:
                     self.damaged += 1
                     log.warning("a report in %s is damaged and not counted: %s", self.path, error)
+                else:
+                    yield report
+                self.offset += len(line)  # after the reader has stored it: otherwise it is read again
 
     def is_abandoned(self) -> bool:
         """Whether its writer has ended, so that nothing will be added. False if that cannot be determined."""

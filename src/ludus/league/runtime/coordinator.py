@@ -8,12 +8,15 @@ where it was.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from ludus.core.formatting import format_number
 from ludus.core.metrics import JsonLinesSink
@@ -23,10 +26,11 @@ from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runner import code_bundle_of
 from ludus.experiments.runs import checkpoint, resume_diff
 from ludus.experiments.runs.run_dir import holds_run
+from ludus.game_theory.meta_solvers import find_meta_solver
 from ludus.io.atomic_file import TEMPORARY, replace_file
 from ludus.league.events import LeagueEvent, PlayerAdded, PlayerQuarantined, PlayerRetired, PlayerTrained
 from ludus.league.journal import LeagueJournal
-from ludus.league.matchmaking import opponent_probabilities
+from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
 from ludus.league.runtime.evaluation import PairTask
@@ -45,9 +49,13 @@ log = logging.getLogger(__name__)
 
 METRICS: Final = "metrics.jsonl"
 _POLL_S: Final = 0.1
+_READ_S: Final = 0.5
+"""Between two looks at the results."""
 _SCAN_S: Final = 1.0
 """Between two looks at the checkpoints of the players."""
 _PUBLISH_S: Final = 1.0
+_RETRY_S: Final = 5.0
+"""After an error of the file system, such as a full disk."""
 _REPORT_S: Final = 5.0
 _GRACE_S: Final = 600.0
 """A learner that has to stop finishes its update and writes a checkpoint first; a second Ctrl-C does not wait for it."""
@@ -79,6 +87,8 @@ def run_league(
 
     Raises Fenced if another process runs it, ConfigError if the file does not fit the league that is there.
     """
+    if config.matchmaking.scheme == PSRO:
+        find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # it may need a library that is not installed
     journal = LeagueJournal(league, config.settings())
     try:
         replace_file(league / LEAGUE_FILE, file)
@@ -87,6 +97,19 @@ def run_league(
             return Coordinator(journal, config, workers, say).run(stop)
     finally:
         journal.close()
+
+
+class _Interval:
+    """Is due at once, and then every `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._next = seconds, -math.inf
+
+    def is_due(self, now: float) -> bool:
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
 
 
 class Coordinator:
@@ -105,7 +128,8 @@ class Coordinator:
         self._ingest = ResultIngest(journal, clock)
         self._began = clock()
         self._published: dict[str, Matchmaking] = {}
-        self._publish_at = self._scan_at = self._report_at = self._began
+        self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
+        self._publishing, self._reporting = _Interval(_PUBLISH_S), _Interval(_REPORT_S)
         self._policies = {name: RestartPolicy(config.max_failures) for name in (*config.learners(), EVALUATION)}
         self._retry_at: dict[str, float] = {}
         self._evaluates = True
@@ -122,36 +146,41 @@ class Coordinator:
             check_runs(self._journal, self._config)
             reason = None
             while reason is None:
-                reason = self.step() or (f"interrupted ({stop.name})" if stop() else None)
-                if reason is None:
-                    time.sleep(_POLL_S)
+                reason = self._try_step() or (f"interrupted ({stop.name})" if stop() else None)
             self._finish(reason, stop)
             return LeagueResult(self._league, reason, self._state)
         finally:
             self._metrics.close()
 
+    def _try_step(self) -> str | None:
+        """As `step`, then wait; after an error of the file system longer, with the state as it is in the journal."""
+        try:
+            reason = self.step()
+        except OSError as error:
+            self._say(f"{error}; trying again")
+            time.sleep(_RETRY_S)
+            return None
+        if reason is None:
+            time.sleep(_POLL_S)
+        return reason
+
     def step(self) -> str | None:
         """One round; returns the stop condition that holds."""
-        self._ingest.poll()
+        if self._reading.is_due(self._clock()):
+            self._ingest.poll()
         for task in self._workers.poll():
             self._conclude(task)
-        if self._is_due("_scan_at", _SCAN_S):
+        now = self._clock()
+        if self._scanning.is_due(now):
             self._scan()
-        if self._is_due("_report_at", _REPORT_S):
+        if self._reporting.is_due(now):
             self._report()
         reason = schedule.reached_stop(self._state, self._config.stop, self._clock() - self._began)
         if reason is None:
-            if self._is_due("_publish_at", _PUBLISH_S):
+            if self._publishing.is_due(now):
                 self._publish()
             self._start_tasks()
         return reason
-
-    def _is_due(self, name: str, every_s: float) -> bool:
-        now = self._clock()
-        due: bool = now >= getattr(self, name)
-        if due:
-            setattr(self, name, now + every_s)
-        return due
 
     def _apply(self, event: LeagueEvent) -> bool:
         refused = self._journal.apply(event)
@@ -269,12 +298,8 @@ class Coordinator:
     def _conclude(self, task: LeagueTask) -> None:
         """A process has ended: record what it has done, or decide what follows its failure."""
         self._ingest.poll()
-        if task.name == EVALUATION:
-            before = None
-        else:
-            self._scan()
-            player = self._state.players[task.name]
-            before = player.model
+        self._scan()
+        player = self._state.players.get(task.name)
         failure = task.failure()
         if failure is None:
             self._retry_at.pop(task.name, None)
@@ -282,7 +307,7 @@ class Coordinator:
                 self._say(self._describe(task.name))
             return
         log.warning("%s failed: %s", task.name, failure.reason)
-        decision = self._policies[task.name].decide(failure, before, set_up=True)
+        decision = self._policies[task.name].decide(failure, None if player is None else player.model, set_up=True)
         if not isinstance(decision, GiveUp):
             self._retry_at[task.name] = self._clock() + decision.delay_s
             self._say(f"{task.name} failed and is tried again in {decision.delay_s:.1f} s: {failure.reason}")

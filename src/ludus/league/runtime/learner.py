@@ -19,7 +19,7 @@ from ludus.experiments import runner
 from ludus.experiments.resolve import Announce
 from ludus.experiments.result import Result
 from ludus.experiments.runs import resume_diff
-from ludus.experiments.runs.run_dir import holds_run
+from ludus.experiments.runs.run_dir import Run, holds_run
 from ludus.league.runtime.league_file import LEAGUE_FILE, LeagueConfig, player_experiment, read_league
 from ludus.league.runtime.stored_models import find_newest, run_directory
 from ludus.process.signals import stop_on_signals
@@ -76,6 +76,9 @@ def _train(
     if not holds_run(directory):
         return runner.train(experiment, place=directory, restore=initial, sinks=sinks, announce=announce)
     changes = resume_diff.resume_changes(directory, experiment)
+    saved = Run.open(directory).config()["config"]
+    here = experiment["config"]["self_play"]["league"]
+    changes["config"] = {**saved, "self_play": {**saved["self_play"], "league": here}}  # it may be mounted elsewhere than before
     return runner.resume(directory, changes=changes, restore=initial, sinks=sinks, announce=announce)
 
 
