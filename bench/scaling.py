@@ -121,7 +121,7 @@ def _alone(task: dict[str, Any], policy: Any, steps: int, seconds: float) -> Row
 
         for _ in range(WARM_BLOCKS):
             turn()
-        return _counted(turn, seconds)
+        return _measure(turn, seconds)
 
 
 def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address: str | None) -> Row:
@@ -157,14 +157,14 @@ def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address:
             turn()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{workers} workers did not all make {WARM_BLOCKS} blocks within {START_S:.0f} s")
-        return _counted(turn, seconds, sampling) | {"where": sorted({w["node"] for w in sampling.status()["workers"]})}
+        return _measure(turn, seconds, sampling) | {"where": sorted({w["node"] for w in sampling.status()["workers"]})}
 
 
 def _blocks(sampling: Any) -> Any:
     return np.array([worker["blocks"] for worker in sampling.status()["workers"]])
 
 
-def _counted(turn: Any, seconds: float, sampling: Any = None) -> Row:
+def _measure(turn: Any, seconds: float, sampling: Any = None) -> Row:
     frames, began, cpu_s = 0, time.perf_counter(), tree_usage().cpu_s
     if sampling is not None:
         sampling.metrics()

@@ -306,14 +306,14 @@ class Proxy:
             head, _, body = data.partition(b"\r\n\r\n")
             request = _parse(head)
             length = int(request.headers.get("content-length", "0"))
-            with self._counted(length > 0):
+            with self._count_body(length > 0):
                 while len(body) < length and (chunk := client.recv(1 << 20)):
                     body += chunk
                 answer = self._answer(request, head, body)
             client.sendall(answer)  # whoever has it may ask again at once
 
     @contextlib.contextmanager
-    def _counted(self, counts: bool) -> Iterator[None]:
+    def _count_body(self, counts: bool) -> Iterator[None]:
         with self._lock:
             self._bodies += counts
             self.most = max(self.most, self._bodies)

@@ -147,7 +147,7 @@ LAST = (-1, -1)
         (_count("episode_return", np.array([NAN], np.float32)), "episode_return is not finite"),
         (_count("episode_length", np.array([0])), "episode_length is below 1"),
         (_set("results", NAN, LAST), "results are not finite"),
-        (_set("results", 5, LAST), "results have an impossible number of episodes"),
+        (_set("results", 1000, LAST), "results have an impossible number of episodes"),
         (_set("results", -1, LAST), "results have an impossible number of episodes"),
     ],
 )
@@ -278,3 +278,15 @@ def test_plain_spaces_have_plain_names() -> None:
     block.observation[0, 0] = 2
     assert inspector.find_error(block) == "observation is out of range"
     assert map_tree(np.shape, block.action_mask) == (3, 1, 0)
+
+
+def test_steps_that_were_never_written_may_be_zero_and_nothing_else() -> None:
+    observation = gym.spaces.Discrete(3, start=5)
+    spec = SegmentSpec(steps=3, observation=array_spec(observation), action=array_spec(observation, "action"))
+    inspector, block = SegmentValidator(observation, gym.spaces.Discrete(3), spec), Segments.empty(spec, 1)
+    block.valid[0], block.observation[:2] = True, 6
+    assert inspector.find_error(block) is None
+    block.observation[3] = 2
+    assert inspector.find_error(block) == "observation is out of range"
+    block.observation[3], block.observation[1] = 0, 0  # the bootstrap observation of the step before
+    assert inspector.find_error(block) == "observation is out of range"

@@ -15,7 +15,7 @@ from ludus.cli.main import app
 from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
 from ludus.experiments.resolve import resolve
-from ludus.experiments.source.experiment_source import experiments_from, read_source
+from ludus.experiments.source.experiment_source import ExperimentOptions, experiments_from, read_source
 from ludus.launch.job import Job, JobStatus
 from tests.cli.calling import Call
 
@@ -152,7 +152,7 @@ def test_a_python_file_is_a_preset(call: Call, tmp_path: Path) -> None:
 def described(preset: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
     result: list[str] = []
     source = read_source(None, preset)
-    ((_, data),) = experiments_from(source, None, None, {}, {}, settings, {}, [], say=result.append).items()
+    ((_, data),) = experiments_from(source, ExperimentOptions(settings=settings), say=result.append).items()
     return data, result
 
 
@@ -175,16 +175,17 @@ def test_an_explicit_batch_size_is_not_changed() -> None:
 
 def test_set_comes_after_a_custom_parameter_which_comes_after_single_options() -> None:
     source = read_source(None, "cartpole")
-    ((_, data),) = experiments_from(
-        source, None, None, {}, {"iterations": 1}, {"seed": 1, "lr": 1.0}, {}, ["lr=3"], custom=["lr=2; seed=2"]
-    ).items()
+    options = ExperimentOptions(
+        stop={"iterations": 1}, settings={"seed": 1, "lr": 1.0}, custom=["lr=2; seed=2"], assignments=["lr=3"]
+    )
+    ((_, data),) = experiments_from(source, options).items()
     assert (data["config"]["lr"], data["config"]["seed"]) == (3, 2)
 
 
 def test_a_target_is_not_that_of_another_environment() -> None:
     for custom, top in ((["env_params.level='Acrobot-v1'"], {}), ([], {"env": "Acrobot-v1"})):
         source = read_source(None, "CartPole_ClippedPPO")
-        ((_, data),) = experiments_from(source, None, None, top, {}, {}, {}, [], custom=custom).items()
+        ((_, data),) = experiments_from(source, ExperimentOptions(top=top, custom=custom)).items()
         assert (data["env"], "target" in data) == ("Acrobot-v1", False)
         assert coach_options.target_return(data) == -100, "what Gymnasium says of it"
     assert coach_options.target_return(described("CartPole_ClippedPPO")[0]) == 490

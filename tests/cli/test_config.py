@@ -534,7 +534,7 @@ def test_temporary_files_go_to_the_directory_of_the_option(call: Call, tmp_path:
 def test_cores_for_experience_are_workers(tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", {"one": {"env": "X", "config": {"num_env_runners": 2, "lr": 1}}})
     assert train.parse_workers(None, 35) == train.parse_workers("35", 35) == 35
-    found = train.experiments_from(file, None, None, {}, {}, {"num_workers": 35}, {}, [])
+    found = train.experiments_from(file, train.ExperimentOptions(settings={"num_workers": 35}))
     assert found == {"one": {"env": "X", "config": {"lr": 1, "num_workers": 35}}}
 
 

@@ -12,7 +12,8 @@ from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.config.validation import parse_algorithm_config
 from ludus.core.tree import Array
-from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPool, SingleNode
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy

@@ -11,6 +11,7 @@ import pytest
 
 from ludus.core.metrics import read_jsonl
 from ludus.distributed.redis.worker import WorkerOptions
+from ludus.errors import ConfigError
 from ludus.experiments import runner
 from ludus.storage.local import LocalStore
 from tests.distributed.test_redis_fleet import Work
@@ -60,3 +61,45 @@ def test_an_algorithm_learns_from_a_fleet(
     assert (last["fleet/rejected"], last["fleet/lost"], last["fleet/duplicates"]) == (0, 0, 0)
     if sampling == "sync" and run != "DQN":
         assert last["learner/lag_max"] == 0, "in turn, every step is of the newest version"
+
+
+@pytest.mark.parametrize(("run", "sampling"), [("PPO", "sync"), ("APPO", "async"), ("DQN", "sync")])
+def test_a_fleet_plays_matches_of_several_agents(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, sampling: str
+) -> None:
+    monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+    place = tmp_path / "run"
+    config = {
+        "num_workers": 2, "num_envs_per_worker": 4, "rollout_fragment_length": 8, "train_batch_size": 64,
+        "model": {"fcnet_hiddens": [16]}, "evaluation_duration": 4, "sampling": sampling, **SETTINGS[run],
+        "self_play": {"opponents": "mix", "every": 1},
+    }  # fmt: skip
+    data = {
+        "env": "pettingzoo/tictactoe_v3",
+        "run": run,
+        "memory": server.url,
+        "stop": {"iterations": ITERATIONS},
+        "config": config,
+    }
+    work = Work(server.url, LocalStore(place), WorkerOptions(name="one"))
+    try:
+        result = runner.train(data, place=place, supervised=False)
+        work.join()
+    finally:
+        work.end()
+    assert (result.stopped_by, work.ended) == ("iterations", "over")
+    last = read_jsonl(place / "metrics.jsonl")[-1]
+    assert (last["fleet/rejected"], last["fleet/lost"], last["fleet/duplicates"]) == (0, 0, 0)
+    assert last["zero_sum"] == 1
+    assert last["episodes"] > 0
+    assert {"model/episode_return_mean", "match/win/latest"} <= last.keys()
+
+
+def test_a_fleet_trains_one_policy(tmp_path: Path) -> None:
+    data = {
+        "env": "tests.matches:make_roles",
+        "memory": "redis://127.0.0.1:1/0",
+        "config": {"multiagent": {"policies": ["talk", "hear"], "policy_mapping": {"speak*": "talk", "listener": "hear"}}},
+    }
+    with pytest.raises(ConfigError, match=r"several policies: talk, hear\."):
+        runner.train(data, place=tmp_path / "run")

@@ -14,10 +14,11 @@ from ludus.core.tree import Array, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed import node_agent
 from ludus.distributed.node_agent import Bytes, NodeAgent, WakeupNode, pack, unpack
-from ludus.distributed.sampling_pool import COUNTERS, SamplingPlan, WorkerReport
+from ludus.distributed.sampling_plan import COUNTERS, SamplingPlan
+from ludus.distributed.sampling_pool import WorkerReport
 from ludus.errors import Damaged
 from ludus.transport.ring_buffer import Wakeup, create_ring
-from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.shared_memory import BlockLayout, BlockLayouts, SharedReader, SharedWriter, ring_capacity
 from tests.algorithms.sampled import Sampled, made
 
 SPEC = SegmentSpec(steps=8, observation=ArraySpec((3,), np.dtype(np.float32)), action=ArraySpec((), np.dtype(np.int64)), finals=4)
@@ -43,9 +44,9 @@ class Scripted:
 
     def start(self, index: int, begin: int) -> None:
         ring = self._directory / f"{index}.ring"
-        create_ring(ring, ring_capacity(self._plan.layout, self._plan.slots))
-        self._readers[index] = SharedReader(ring, self._plan.layout)
-        self.writers[index] = SharedWriter(ring, self._plan.layout, self.wakeup)
+        create_ring(ring, ring_capacity(self._plan.layouts, self._plan.slots))
+        self._readers[index] = SharedReader(ring, self._plan.layouts)
+        self.writers[index] = SharedWriter(ring, self._plan.layouts, self.wakeup)
 
     def stop(self, index: int) -> None:
         self.writers.pop(index).close()
@@ -81,7 +82,7 @@ class Bench:
     def __init__(self, directory: Path, plan: SamplingPlan) -> None:
         self.node = Scripted(directory, plan)
         self.agent = NodeAgent("scripted")
-        self.layout = plan.layout
+        self.layout = plan.layouts
 
         def make(plan: SamplingPlan, log_dir: Path | None, name: str) -> WakeupNode:
             self.logs = log_dir
@@ -103,7 +104,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.agent.close()
 
 
-def filled(layout: BlockLayout) -> Segments:
+def filled(layouts: BlockLayouts) -> Segments:
     rng = np.random.default_rng(0)
     block = Segments.empty(SPEC, ROWS)
     for _, array in leaves(block.arrays()):
@@ -114,7 +115,7 @@ def filled(layout: BlockLayout) -> Segments:
 
 
 def test_a_block_is_the_same_on_the_other_side_and_not_to_be_written() -> None:
-    layout = BlockLayout(SPEC, ROWS)
+    layout = BlockLayouts([BlockLayout(SPEC, ROWS)])
     data: Bytes = np.empty(2 * layout.nbytes, np.uint8)
     block = filled(layout)
     for i in range(2):
@@ -129,7 +130,7 @@ def test_a_block_is_the_same_on_the_other_side_and_not_to_be_written() -> None:
 
 
 def test_bytes_of_another_shape_are_not_taken_for_blocks() -> None:
-    layout = BlockLayout(SPEC, ROWS)
+    layout = BlockLayouts([BlockLayout(SPEC, ROWS)])
     with pytest.raises(Damaged):
         unpack(layout, 1, np.zeros(layout.nbytes, np.uint8))
 
@@ -270,7 +271,7 @@ def test_blocks_that_cannot_be_written_teach_the_same(run: str) -> None:
     """A batch that is one block reaches the algorithm as it came from another machine."""
     source = Sampled("CartPole-v1", ROWS, 8)
     block = source.block()
-    layout = BlockLayout(block.spec, block.rows)
+    layout = BlockLayouts([BlockLayout(block.spec, block.rows)])
     data: Bytes = np.zeros(layout.nbytes, np.uint8)
     pack(layout, block, data.data)
     data.flags.writeable = False

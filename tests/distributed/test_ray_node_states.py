@@ -19,7 +19,8 @@ from ludus.distributed import gcs_thread, ray_nodes
 from ludus.distributed.gcs_thread import StallAwareClock
 from ludus.distributed.node_agent import BUNDLE_BYTES, NodeAgent, WakeupNode
 from ludus.distributed.ray_nodes import RayNodes, RayTimeouts, max_blocks_ahead
-from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import SamplingNode
 from ludus.errors import Unreachable, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster
 from ludus.ray_cluster.membership import Member

@@ -12,7 +12,8 @@ import pytest
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.distributed.ray_nodes import RayNodes
-from ludus.distributed.sampling_pool import SamplingNode, SamplingPlan
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import SamplingNode
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy

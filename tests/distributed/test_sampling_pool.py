@@ -14,7 +14,8 @@ import pytest
 
 from ludus.buffers.block_batches import BlockBatches
 from ludus.core.types import Segments
-from ludus.distributed.sampling_pool import COUNTERS, WorkerReport
+from ludus.distributed.sampling_plan import COUNTERS
+from ludus.distributed.sampling_pool import WorkerReport
 from ludus.errors import EnvironmentFault
 from ludus.process.temp_dirs import shared_memory_dir
 from tests.distributed.sampled import FIRST_VERSION, Fleet, fleet

@@ -12,7 +12,7 @@ from ludus.errors import EnvironmentFault
 from ludus.experiments import runner
 from ludus.experiments.assembly import worker_training
 from ludus.experiments.assembly.components import RunHooks
-from ludus.experiments.assembly.policies import largest_seen
+from ludus.experiments.assembly.policies import measure_largest_values
 from ludus.experiments.resolve import resolve
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
@@ -81,7 +81,7 @@ def test_looking_at_observations_does_not_change_what_is_learned(tmp_path: Path)
 
 def test_a_resumed_run_keeps_its_divisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path / "run")
-    monkeypatch.setattr("ludus.experiments.assembly.local_training.largest_seen", lambda *given: {"": 3})
+    monkeypatch.setattr("ludus.experiments.assembly.local_training.measure_largest_values", lambda *given: {"": 3})
     result = runner.resume(tmp_path / "run", stop={"iterations": 2})
     assert scales(result) == (("", 8.0),)
 
@@ -120,4 +120,4 @@ def test_several_agents_are_looked_at_in_a_match(tmp_path: Path) -> None:
 
 def test_the_largest_values_are_those_of_random_play() -> None:
     config = resolve(small.data(1, env=GRID)).config
-    assert largest_seen(GRID, config) == {"": 8}
+    assert measure_largest_values(GRID, config) == {"": 8}

@@ -23,7 +23,7 @@ from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, read_jsonl
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.errors import ConfigError
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
+from ludus.experiments.evaluation.evaluation import EvaluationPlan, InlineEvaluation
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs import checkpoint
 from ludus.models.network_config import NetworkConfig
@@ -203,7 +203,7 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     stored: tuple[Path, Policy],
 ) -> None:
     directory, policy = stored
-    expected = Evaluation(a_course(WALK, {}, 20), policy, NO_STOP)(4)
+    expected = InlineEvaluation(a_course(WALK, {}, 20), policy, NO_STOP)(4)
     assert len(expected.returns) == 20
     course = a_course(TROUBLED, {"notes": str(directory)}, 20)
     players = EvaluationWorkers(
@@ -233,7 +233,7 @@ def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) ->
         policy = Policy(arena.observation_space, arena.action_space, NetworkConfig(fcnet_hiddens=(16,)))
     course = replace(course, description=policy.description())
     LocalStore(tmp_path).put_bundle("checkpoints/000004", {"model.safetensors": serialization.encode_weights(policy.weights())})
-    expected = Evaluation(course, policy, NO_STOP)(4)
+    expected = InlineEvaluation(course, policy, NO_STOP)(4)
     assert len(expected.sides) == 4
     assert len(set(expected.sides)) == 4, "four matches, not the same four times"
     players = EvaluationWorkers(

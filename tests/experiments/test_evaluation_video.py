@@ -14,7 +14,7 @@ from ludus.algorithms.run_clock import RunClock
 from ludus.core.metrics import read_jsonl
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.evaluation.evaluation import Evaluation, EvaluationPlan
+from ludus.experiments.evaluation.evaluation import EvaluationPlan, InlineEvaluation
 from ludus.experiments.evaluation.evaluation_workers import EvaluationWorkers, WorkerSettings
 from ludus.experiments.runs.remote_runs import synced_files
 from ludus.models.weights import serialization
@@ -71,7 +71,7 @@ def test_a_run_learns_the_same_with_videos(tmp_path: Path) -> None:
 
 def test_the_videos_show_the_episodes_that_were_scored(tmp_path: Path) -> None:
     course = _course_with_videos(2)
-    evaluation = Evaluation(course, course.policy(), NO_STOP, tmp_path)
+    evaluation = InlineEvaluation(course, course.policy(), NO_STOP, tmp_path)
     score = evaluation(3)
     evaluation.close()
     assert [path.name for path in score.videos] == [f"evaluation-iteration-000003-episode-{i}.mp4" for i in (1, 2)]
@@ -81,7 +81,7 @@ def test_the_videos_show_the_episodes_that_were_scored(tmp_path: Path) -> None:
 def test_evaluation_workers_record_the_same_videos(tmp_path: Path) -> None:
     course = _course_with_videos(1)
     policy = course.policy()
-    inline = Evaluation(course, policy, NO_STOP, tmp_path / "inline")
+    inline = InlineEvaluation(course, policy, NO_STOP, tmp_path / "inline")
     expected = inline(3)
     inline.close()
     weights_file = {"model.safetensors": serialization.encode_weights(policy.weights())}
@@ -112,7 +112,7 @@ def test_a_renderer_that_fails_later_ends_the_videos_and_nothing_else(tmp_path: 
     """A depth map is no picture; an unknown kind of one is a KeyError of the environment."""
     notices: list[str] = []
     course = _course_with_videos(1, depth=depth)
-    evaluation = Evaluation(course, course.policy(), NO_STOP, tmp_path, notices.append)
+    evaluation = InlineEvaluation(course, course.policy(), NO_STOP, tmp_path, notices.append)
     scores = [evaluation(i) for i in (1, 2)]
     evaluation.close()
     assert all(score.complete and not score.videos for score in scores)
@@ -149,10 +149,10 @@ def test_videos_of_evaluations_go_to_the_store_of_a_run_and_other_videos_do_not(
 def test_a_stop_ends_a_recording_and_keeps_the_score(tmp_path: Path) -> None:
     course = _course_with_videos(2)
     policy, asked = course.policy(), _Calls()
-    plain = Evaluation(course, policy, StopCheck(asked, RunClock()))
+    plain = InlineEvaluation(course, policy, StopCheck(asked, RunClock()))
     expected = plain(3)
     late = _Calls(after=asked.count + 3)
-    recording = Evaluation(course, policy, StopCheck(late, RunClock()), tmp_path)
+    recording = InlineEvaluation(course, policy, StopCheck(late, RunClock()), tmp_path)
     score = recording(3)
     plain.close()
     recording.close()

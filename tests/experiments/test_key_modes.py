@@ -17,6 +17,7 @@ from ludus.experiments.validation import validate
 from ludus.experiments.validation.key_modes import (
     EVERYWHERE,
     REFUSED_ELSEWHERE,
+    SEVERAL_AGENTS,
     SWITCHED_OFF,
     WITHOUT_EFFECT,
     TrainingMode,
@@ -37,6 +38,9 @@ MODES: dict[TrainingMode, dict[str, Any]] = {
     TrainingMode.FLEET_ASYNC: {"run": "IMPALA", "memory": "redis://127.0.0.1:1/0", "config": {"sampling": "async"}},
     TrainingMode.EXTERNAL: {"env": "external", "config": {"env_config": SPACES, "num_workers": 2}},
     TrainingMode.AGENTS: {"env": PAIR},
+    TrainingMode.AGENTS_IN_TURN: {"env": PAIR, "config": {"num_workers": 2}},
+    TrainingMode.AGENTS_PIPELINED: {"env": PAIR, "config": {"num_workers": 2, "sampling": "pipelined"}},
+    TrainingMode.AGENTS_ASYNC: {"env": PAIR, "run": "IMPALA", "config": {"num_workers": 2, "sampling": "async"}},
 }
 
 OTHER: dict[str, Any] = {
@@ -84,9 +88,7 @@ def test_every_key_is_in_the_table() -> None:
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_a_mode_is_recognised(mode: TrainingMode) -> None:
     resolved = resolve(data(mode))
-    assert (
-        mode_of(resolved.experiment.env, resolved.experiment.memory, resolved.config, several=mode is TrainingMode.AGENTS) is mode
-    )
+    assert mode_of(resolved.experiment.env, resolved.experiment.memory, resolved.config, several=mode in SEVERAL_AGENTS) is mode
     assert validate.find_keys_without_effect(data(mode)) == []
 
 

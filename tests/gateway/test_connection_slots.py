@@ -16,7 +16,7 @@ def test_the_oldest_unauthorized_connection_is_evicted() -> None:
     assert slots.admit("idle 3").evicted == "idle 1"
     assert slots.admit("idle 4").evicted == "idle 2"
     assert "client" in slots
-    assert (len(slots), slots.unauthorized) == (3, 2)
+    assert (len(slots), slots.unauthorized_count) == (3, 2)
 
 
 def test_authorized_connections_are_never_evicted() -> None:
@@ -79,5 +79,5 @@ def test_slots_match_a_reference_model(events: list[tuple[str, int]]) -> None:
         elif event == "revoke":
             slots.revoke_all()
             strangers = list(held)
-        assert (len(slots), slots.unauthorized) == (len(held), len(strangers))
+        assert (len(slots), slots.unauthorized_count) == (len(held), len(strangers))
         assert all(slots.is_authorized(k) == (k not in strangers) for k in held)

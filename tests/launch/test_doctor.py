@@ -41,18 +41,18 @@ from ludus.launch.doctor.clock import ClockSample, check_clock
 from ludus.launch.doctor.finding import (
     DoctorFinding,
     Status,
-    failed,
+    failure,
     find_secrets,
     is_healthy,
     ok,
     redact_secrets,
     redact_url,
-    skipped,
+    skip,
     warning,
 )
 from ludus.launch.doctor.requirements import ResourceNeeds
 from ludus.process import cgroups
-from ludus.process.cgroups import Memory
+from ludus.process.cgroups import SystemMemory
 
 GB = 1 << 30
 EIGHT = ResourceNeeds(workers=8, cores=8)
@@ -60,8 +60,8 @@ GAMES = ResourceNeeds(workers=8, cores=8, game_threads=300, game_bytes=GB)
 
 
 def test_only_failures_make_a_machine_unhealthy() -> None:
-    assert is_healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
-    assert not is_healthy([ok("a", ""), failed("b", "", "")])
+    assert is_healthy([ok("a", ""), warning("b", "", ""), skip("c", "")])
+    assert not is_healthy([ok("a", ""), failure("b", "", "")])
 
 
 def test_secrets_are_redacted_from_findings() -> None:
@@ -94,7 +94,7 @@ def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, thr
         (needs.explain_threads(), needs.threads),
         (needs.explain_files(), needs.files),
         (needs.explain_memory(), needs.memory >> 20),
-        (needs.explain_shared(), needs.shared >> 20),
+        (needs.explain_shared_memory(), needs.shared_memory >> 20),
     ):
         left, right = said.replace(",", "").rsplit(" = ", 1)
         spelt = left.replace("×", "*")
@@ -105,7 +105,7 @@ def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, thr
 
 def test_more_workers_games_or_ray_never_need_less() -> None:
     for more in (replace(EIGHT, workers=9), replace(EIGHT, ray=True), replace(EIGHT, game_threads=5, game_bytes=5)):
-        for what in ("threads", "files", "memory", "shared"):
+        for what in ("threads", "files", "memory", "shared_memory"):
             assert getattr(more, what) >= getattr(EIGHT, what)
 
 
@@ -132,21 +132,21 @@ def test_a_cpu_quota_is_fine_if_omp_num_threads_respects_it() -> None:
 @pytest.mark.parametrize(
     ("memory", "status", "said"),
     [
-        (Memory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
-        (Memory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
-        (Memory(64 * GB, GB), "failed", "1.0 GB available"),
-        (Memory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
-        (Memory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
+        (SystemMemory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
+        (SystemMemory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
+        (SystemMemory(64 * GB, GB), "failed", "1.0 GB available"),
+        (SystemMemory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
+        (SystemMemory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
         (None, "skipped", "does not report"),
     ],
 )
-def test_memory(memory: Memory | None, status: Status, said: str) -> None:
+def test_memory(memory: SystemMemory | None, status: Status, said: str) -> None:
     found = limits.check_memory(memory, EIGHT)
     assert (found.status, said in found.found) == (status, True), found
 
 
 def test_too_little_memory_suggests_fewer_workers() -> None:
-    found = limits.check_memory(Memory(4 * GB, GB), EIGHT)
+    found = limits.check_memory(SystemMemory(4 * GB, GB), EIGHT)
     assert "--num-workers 2" in found.fix
     fits = ResourceNeeds(2, 8).memory
     assert fits <= GB < ResourceNeeds(3, 8).memory
@@ -268,7 +268,7 @@ def test_limits_of_parent_cgroups_apply_in_both_versions(tmp_path: Path) -> None
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
     groups = cgroups.find_cgroups(proc, root)
     assert limits.inspect_cores(groups).quota == 1.5
-    assert cgroups.read_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    assert cgroups.read_memory(groups, meminfo) == SystemMemory(64 * GB, 32 * GB, 2 * GB, GB // 2)
     assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
 
 

@@ -19,7 +19,8 @@ import pytest
 import ludus
 from ludus.core.tree import leaves
 from ludus.distributed.ray_nodes import RayNodes, RayTimeouts
-from ludus.distributed.sampling_pool import LocalNode, SamplingPlan
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode
 from ludus.errors import WorkerFailed
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster

@@ -158,7 +158,7 @@ def do_open(project: str, trial: str) -> dict[str, Any]:
 
 def do_crew(name: str, count: int) -> list[str]:
     made = ludus.RemoteModel(name, parts.Scale(), forward_args=(row(1),), num_workers=count)
-    return list(made._shared.workers)
+    return list(made._shared_model.workers)
 
 
 def do_make(name: str, start: float) -> int:
@@ -170,7 +170,7 @@ def do_call(name: str, value: float) -> float:
 
 
 def do_workers(name: str) -> list[str]:
-    return list(model(name)._shared.workers)
+    return list(model(name)._shared_model.workers)
 
 
 def do_gather(name: str, count: int) -> list[float]:
@@ -217,7 +217,7 @@ def do_onnx(name: str, made_here: str) -> list[list[float]]:
     """Of a model that was traced at home, and of one that is traced here."""
     x = np.arange(4, dtype=np.float32)
     mine = ludus.RemoteModel(made_here, parts.Two(), forward_args=(x,), use_onnx=True)
-    assert model(name)._shared.graph
+    assert model(name)._shared_model.graph
     return [model(name)(x).tolist(), mine(x).tolist()]
 
 

@@ -48,7 +48,7 @@ def stop(processes: list[Process]) -> None:
 
 def test_answers_come_from_the_workers_with_the_newest_weights(busy: RunContext) -> None:
     model, processes = made(busy, "remote")
-    assert ludus.RemoteModel("remote")._shared.workers == model._shared.workers
+    assert ludus.RemoteModel("remote")._shared_model.workers == model._shared_model.workers
 
     async def play(base: int) -> list[float]:
         outputs = await asyncio.gather(*(model.forward(row(base + i)) for i in range(40)))
@@ -67,7 +67,7 @@ def test_answers_come_from_the_workers_with_the_newest_weights(busy: RunContext)
 
     np.testing.assert_array_equal(asyncio.run(inside()), row(15))
     here = ludus.RemoteModel("remote", local_mode=True)
-    assert here._shared.workers == []
+    assert here._shared_model.workers == []
     np.testing.assert_array_equal(here(row(5)), row(15))
     with ThreadPoolExecutor(4) as pool:
         assert [float(y[0]) for y in pool.map(lambda i: model(row(20 + i)), range(20))] == [3 * (20.0 + i) for i in range(20)]
@@ -76,9 +76,9 @@ def test_answers_come_from_the_workers_with_the_newest_weights(busy: RunContext)
 
 def test_workers_may_be_given_to_a_model_that_exists(busy: RunContext) -> None:
     alone_before = ludus.RemoteModel("later", Scale())
-    assert alone_before._shared.workers == []
+    assert alone_before._shared_model.workers == []
     model = ludus.RemoteModel("later", num_workers=1)
-    assert len(model._shared.workers) == 1
+    assert len(model._shared_model.workers) == 1
     np.testing.assert_array_equal(model(row(5)), row(5))
     stop([busy.supervisor._processes["inference-later-0"]])
 

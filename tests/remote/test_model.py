@@ -93,7 +93,7 @@ def test_the_batch_size_given_where_it_is_made_counts_everywhere(run: RunContext
         await asyncio.gather(*(model.forward(X) for _ in range(9)))
 
     asyncio.run(play())
-    engine = model._shared.backend.engine  # type: ignore[attr-defined]
+    engine = model._shared_model.backend.engine  # type: ignore[attr-defined]
     assert engine.batches == 3
     with pytest.raises(UsageError, match="max_batch_size=3 in this process, not 5"):
         ludus.RemoteModel("m", max_batch_size=5)
@@ -109,8 +109,8 @@ def test_many_handles_share_one_network(run: RunContext) -> None:
     handles = [ludus.RemoteModel("m") for _ in range(1000)]
     for handle in handles[:3]:
         handle(X)
-    assert len({id(handle._shared) for handle in handles}) == 1
-    assert handles[0]._shared.backend.engine.rows == 3  # type: ignore[attr-defined]
+    assert len({id(handle._shared_model) for handle in handles}) == 1
+    assert handles[0]._shared_model.backend.engine.rows == 3  # type: ignore[attr-defined]
 
 
 # -- making and finding

@@ -106,7 +106,7 @@ def test_large_weights_travel_in_parts_both_ways(hub: RunContext, node: Node) ->
     published, size = node.ask("large", "wide")
     assert size == 4 * 1700 * 1700
     assert (published, model.version) == (version + 1, version + 1)
-    np.testing.assert_array_equal(model._shared.reader.read()[1]["factor"], np.full((1700, 1700), 7, np.float32))
+    np.testing.assert_array_equal(model._shared_model.reader.read()[1]["factor"], np.full((1700, 1700), 7, np.float32))
 
 
 def test_buffers_metrics_gateways_and_trainers_work_there(hub: RunContext, node: Node, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: RunContext, node:
 def test_the_workers_of_a_model_serve_other_machines_and_their_death_loses_no_reply(hub: RunContext, node: Node) -> None:
     model = ludus.RemoteModel("central", Scale(), forward_args=(X,), num_workers=2)
     processes = [hub.supervisor._processes[f"inference-central-{index}"] for index in range(2)]
-    assert all(path.startswith("/") for path in model._shared.workers), "at home by a unix socket"
+    assert all(path.startswith("/") for path in model._shared_model.workers), "at home by a unix socket"
     assert all(path.startswith("tcp://") for path in node.ask("workers", "central"))
     assert node.ask("gather", "central", 40) == [20.0 + i for i in range(40)]
     node.tell("play_for", "central", 2.0)
@@ -154,7 +154,7 @@ def test_the_workers_of_a_model_serve_other_machines_and_their_death_loses_no_re
 def test_workers_that_were_started_there_serve_the_home(hub: RunContext, node: Node) -> None:
     assert all(path.startswith("/") for path in node.ask("crew", "outpost", 1))
     model = ludus.RemoteModel("outpost")
-    assert all(path.startswith("tcp://") for path in model._shared.workers)
+    assert all(path.startswith("tcp://") for path in model._shared_model.workers)
     assert float(model(np.full(3, 5, np.float32))[0]) == 5
 
 
@@ -176,7 +176,7 @@ def test_traced_models_travel_both_ways(hub: RunContext, node: Node) -> None:
     there, made_there = node.ask("onnx", "traced", "traced_there")
     np.testing.assert_allclose(home(x), there, atol=1e-5)
     np.testing.assert_allclose(ludus.RemoteModel("traced_there")(x), made_there, atol=1e-5)
-    assert ludus.RemoteModel("traced_there")._shared.graph
+    assert ludus.RemoteModel("traced_there")._shared_model.graph
 
 
 def test_a_forked_copy_works_there_too_and_leaves_the_copy_of_the_weights_alone(hub: RunContext, node: Node) -> None:

@@ -78,19 +78,19 @@ def check_follows(model: ludus.RemoteModel, atol: float) -> None:
 
 def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: RunContext) -> None:
     model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx=True)
-    inference = model._shared.backend
+    inference = model._shared_model.backend
     assert isinstance(inference, Inference)
     assert isinstance(inference.engine, OnnxEngine)
     np.testing.assert_allclose(model(X)["logits"], by_torch(model, X), atol=1e-5)
     assert model(X)["best"].dtype == np.int64
     check_follows(model, 1e-5)
-    assert ludus.RemoteModel("small")._shared is model._shared
+    assert ludus.RemoteModel("small")._shared_model is model._shared_model
     again = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx="train")  # made already: not traced again
-    assert again._shared.graph == model._shared.graph
+    assert again._shared_model.graph == model._shared_model.graph
     frozen = model.clone()
     before = frozen(X)["logits"]
     published(model, 7)
-    assert frozen._shared.graph == model._shared.graph
+    assert frozen._shared_model.graph == model._shared_model.graph
     np.testing.assert_array_equal(frozen(X)["logits"], before)
     assert np.abs(model(X)["logits"] - before).max() > 0.1
 
@@ -131,7 +131,7 @@ def test_a_policy_decides_as_in_torch(run: RunContext) -> None:
 
 async def check_players_are_there(model: ludus.RemoteModel) -> None:
     """A source of players gives the newest that is ready, and never makes an event loop wait."""
-    engine = model._shared.onnx_engine()
+    engine = model._shared_model.onnx_engine()
     source = OnnxPolicySource(engine)
     player, before = source.newest()
     version = published(model, 9)

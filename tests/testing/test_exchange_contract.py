@@ -214,11 +214,11 @@ def test_an_exchange_that_is_wrong_is_caught(wrong: type[Simple], caught_by: str
     kind = fresh(wrong)
     check: Callable[[Any, Any], None] = getattr(ExchangeContract(), caught_by)
 
-    def opened(channel: str = "a", room: int = 100) -> MessageStream:
+    def open_stream(channel: str = "a", room: int = 100) -> MessageStream:
         return kind(channel, room)
 
     with pytest.raises((AssertionError, KeyError)):
-        check(opened)  # type: ignore[call-arg]
+        check(open_stream)  # type: ignore[call-arg]
 
 
 def test_a_suite_without_its_hook_names_what_to_override() -> None:

@@ -60,12 +60,12 @@ class TestRedisExchange(ExchangeContract):
         return lambda channel, room: RedisMessageStream(shared.player_url, channel, room)
 
 
-def opened(url: str, channel: str = "run", room: int = 100) -> RedisMessageStream:
+def open_exchange(url: str, channel: str = "run", room: int = 100) -> RedisMessageStream:
     return RedisMessageStream(url, channel, room)
 
 
 def refusal(url: str) -> UsageError:
-    with closing(opened(url)) as exchange, pytest.raises(UsageError) as caught:
+    with closing(open_exchange(url)) as exchange, pytest.raises(UsageError) as caught:
         exchange.waiting()
     return caught.value
 
@@ -76,7 +76,7 @@ def refusal(url: str) -> UsageError:
 def kill_under_writing(server: RedisServer, kills: int, between_s: float) -> tuple[list[int], int, StreamReader]:
     """Numbers that arrived, how many were pushed, and the reader; the server is killed so often on the way."""
     layout, over, arrived = BlockLayout(SPEC, ROWS), threading.Event(), list[int]()
-    ends = [opened(server.player_url, "run", 50) for _ in range(3)]
+    ends = [open_exchange(server.player_url, "run", 50) for _ in range(3)]
     writer = StreamWriter(ends[0], layout, worker="w", plan="p")
     reader = StreamReader(ends[1], layout, plan="p", inspect=lambda _: None)
 
@@ -137,7 +137,7 @@ def test_what_a_process_that_was_killed_had_in_hand_comes_to_the_next(shared: Re
         "got = open_message_stream(sys.argv[1], sys.argv[2], 10).pull(2, 30)\n"
         "print(len(got), flush=True); time.sleep(600)"
     )
-    with closing(opened(shared.full_url, channel)) as exchange:
+    with closing(open_exchange(shared.full_url, channel)) as exchange:
         for number in range(3):
             exchange.push(b"%d" % number, 0)
         environment = os.environ | {PASSWORD: shared.password}
@@ -153,8 +153,8 @@ def test_what_a_process_that_was_killed_had_in_hand_comes_to_the_next(shared: Re
 def test_a_server_that_lost_its_data_is_used_as_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         RedisServer(tmp_path, aof=False) as server,
-        closing(opened(server.player_url)) as one,
-        closing(opened(server.player_url, room=2)) as other,
+        closing(open_exchange(server.player_url)) as one,
+        closing(open_exchange(server.player_url, room=2)) as other,
     ):
         other.push(b"gone", 0)
         other.push(b"gone too", 0)
@@ -169,7 +169,7 @@ def test_a_server_that_lost_its_data_is_used_as_a_new_one(tmp_path: Path, caplog
 
 
 def test_a_reader_that_waits_when_the_data_is_lost_goes_on_waiting(server: RedisServer) -> None:
-    with closing(opened(server.player_url)) as reader, closing(opened(server.player_url)) as writer:
+    with closing(open_exchange(server.player_url)) as reader, closing(open_exchange(server.player_url)) as writer:
         assert reader.pull(1, 0) == []
         waiting = Call(lambda: contents(reader.pull(1, WAIT_S)))
         oracle = server.client()
@@ -201,7 +201,7 @@ CALLS: dict[str, Callable[[MessageStream], object]] = {
 
 @pytest.mark.usefixtures("quick")
 def test_no_call_outlasts_a_server_that_does_not_answer(server: RedisServer) -> None:
-    with closing(opened(server.player_url)) as used, closing(opened(server.player_url)) as fresh:
+    with closing(open_exchange(server.player_url)) as used, closing(open_exchange(server.player_url)) as fresh:
         assert used.pull(1, 0) == []
         with server.paused():
             for name, call in CALLS.items():
@@ -220,7 +220,7 @@ def test_what_a_paused_server_gave_to_a_connection_that_was_given_up_comes_again
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._REPLY_S", 0.2)
-    with closing(opened(server.player_url)) as reader, closing(opened(server.player_url)) as writer:
+    with closing(open_exchange(server.player_url)) as reader, closing(open_exchange(server.player_url)) as writer:
         for number in range(3):
             writer.push(b"%d" % number, 0)
         assert contents(reader.pull(1, 0)) == [b"0"]
@@ -233,7 +233,7 @@ def test_what_a_paused_server_gave_to_a_connection_that_was_given_up_comes_again
 @pytest.mark.usefixtures("quick")
 def test_a_server_that_is_not_there_is_named_and_found_when_it_comes(server: RedisServer) -> None:
     server.kill()
-    with closing(opened(server.full_url)) as exchange:
+    with closing(open_exchange(server.full_url)) as exchange:
         for call in CALLS.values():
             with pytest.raises(ExchangeUnavailable, match=f"127.0.0.1:{server.port} cannot be reached") as caught:
                 call(exchange)
@@ -248,7 +248,7 @@ def test_a_line_that_is_cut_anywhere_loses_nothing(shared: RedisServer, way: str
     channel, body = uuid.uuid4().hex, os.urandom(20_000)
     with Line(shared.port) as line:
         url = shared.player_url.replace(str(shared.port), str(line.port))
-        with closing(opened(url, channel, 1000)) as writer, closing(opened(url, channel, 1000)) as reader:
+        with closing(open_exchange(url, channel, 1000)) as writer, closing(open_exchange(url, channel, 1000)) as reader:
             found, number = list[int](), 0
             for place in (1, 3, 40, 70, 100, 300, 2_000, 15_000, 20_050, 20_090, 20_120, 39_000, 41_000, 60_300):
                 for _ in range(2):
@@ -289,7 +289,10 @@ def test_a_server_that_is_not_redis_is_reported() -> None:
 
         serving = Call(serve)
         for _ in range(5):
-            with closing(opened(f"redis://127.0.0.1:{port}")) as exchange, pytest.raises((ExchangeUnavailable, UsageError)):
+            with (
+                closing(open_exchange(f"redis://127.0.0.1:{port}")) as exchange,
+                pytest.raises((ExchangeUnavailable, UsageError)),
+            ):
                 exchange.push(b"x", 0)
         serving.result()
 
@@ -321,7 +324,7 @@ def test_the_password_is_taken_from_the_environment(shared: RedisServer, monkeyp
         assert exchange.push(b"x", 0)
     monkeypatch.delenv(PASSWORD)
     with pytest.raises(UsageError, match=f"no password for the user 'player' of Redis at 127.0.0.1:{shared.port}"):
-        opened(shared.url.replace("://", "://player@"))
+        open_exchange(shared.url.replace("://", "://player@"))
 
 
 def test_a_user_without_permission_gets_the_needed_acl(shared: RedisServer) -> None:
@@ -336,14 +339,14 @@ def test_a_user_without_permission_gets_the_needed_acl(shared: RedisServer) -> N
 def test_keys_of_something_else_are_not_touched(shared: RedisServer) -> None:
     with closing(shared.client()) as admin:
         admin.set("ludus:{taken}:messages", "mine")
-        with closing(opened(shared.full_url, "taken")) as exchange, pytest.raises(UsageError, match="WRONGTYPE"):
+        with closing(open_exchange(shared.full_url, "taken")) as exchange, pytest.raises(UsageError, match="WRONGTYPE"):
             exchange.push(b"x", 0)
         assert admin.get("ludus:{taken}:messages") == b"mine"
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", b"x y", b"\xff\xff", b"99999999999999999999 x", b" ", b"1e300 x"])
 def test_garbage_in_place_of_a_notice_is_replaced(shared: RedisServer, garbage: bytes) -> None:
-    with closing(shared.client()) as admin, closing(opened(shared.full_url, "spoiled")) as exchange:
+    with closing(shared.client()) as admin, closing(open_exchange(shared.full_url, "spoiled")) as exchange:
         assert exchange.post("worker/1", b"before", 5)
         admin.hset("ludus:{spoiled}:board", "worker/1", garbage)
         exchange.read("worker/1")
@@ -371,13 +374,13 @@ def test_an_address_that_is_none_is_refused(url: str, error: type[Exception]) ->
 def test_a_channel_needs_a_name_and_room(shared: RedisServer) -> None:
     for channel, room in (("", 5), ("run", 0)):
         with pytest.raises(UsageError, match="channel"):
-            opened(shared.url, channel, room)
+            open_exchange(shared.url, channel, room)
 
 
 def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
     with RedisServer(tmp_path, aof=False, tls=True) as server:
         large = os.urandom(3_000_000)
-        with closing(opened(server.player_url)) as writer, closing(opened(server.full_url)) as reader:
+        with closing(open_exchange(server.player_url)) as writer, closing(open_exchange(server.full_url)) as reader:
             assert writer.push([b"head", large, b"tail"], WAIT_S)
             assert contents(pull_all(reader, 1)) == [b"head" + large + b"tail"]
         untrusting = server.full_url.partition("?")[0]
@@ -390,7 +393,7 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
 
 def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "ludus.transport")
-    with closing(opened(server.player_url)) as exchange, closing(server.client()) as admin:
+    with closing(open_exchange(server.player_url)) as exchange, closing(server.client()) as admin:
         assert exchange.push(bytes(1_000_000), 0)
         admin.config_set("maxmemory", admin.info("memory")["used_memory"] - 200_000)
         assert not exchange.push(bytes(1_000_000), 0)
@@ -408,7 +411,7 @@ def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pyt
 
 def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to it is lost, and then there is no memory for it any more."""
-    with closing(opened(shared.full_url, uuid.uuid4().hex)) as exchange:
+    with closing(open_exchange(shared.full_url, uuid.uuid4().hex)) as exchange:
         exchange_once, pushed = exchange._connection.exchange, list[bool]()
 
         def answer(request: Any, answers: int, end: float) -> list[Any]:
@@ -429,7 +432,7 @@ def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, 
 
 @pytest.mark.usefixtures("quick")
 def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> None:
-    with closing(opened(server.player_url)) as exchange, closing(server.client()) as admin:
+    with closing(open_exchange(server.player_url)) as exchange, closing(server.client()) as admin:
         assert exchange.push(b"1", 0)
         admin.execute_command("REPLICAOF", "127.0.0.1", "1")
         for call in (CALLS["push"], CALLS["pull"], CALLS["post"]):
@@ -444,7 +447,7 @@ def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> 
 def test_a_message_above_the_size_limit_is_skipped(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.transport.redis_stream._MAX_BULK", 10_000)
     channel = uuid.uuid4().hex
-    with closing(opened(shared.full_url, channel)) as exchange:
+    with closing(open_exchange(shared.full_url, channel)) as exchange:
         for size in (10, 10_001, 9_000, 100_000, 20):
             exchange.push(bytes(size), 0)
         assert [len(data) for data in contents(pull_all(exchange, 5))] == [10, 0, 9_000, 0, 20]
@@ -452,7 +455,7 @@ def test_a_message_above_the_size_limit_is_skipped(shared: RedisServer, monkeypa
 
 def test_what_another_program_put_into_the_stream_is_delivered_as_nothing(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
-    with closing(opened(shared.full_url, channel)) as exchange, closing(shared.client()) as admin:
+    with closing(open_exchange(shared.full_url, channel)) as exchange, closing(shared.client()) as admin:
         admin.xadd(f"ludus:{{{channel}}}:messages", {"who": "somebody", "what": "else"})
         exchange.push(b"ours", 0)
         assert contents(pull_all(exchange, 2)) == [b"", b"ours"]
@@ -467,10 +470,10 @@ def consumers(admin: Any, channel: str) -> int:
 
 def test_a_reader_leaves_the_group_unless_it_has_something_in_hand(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
-    with closing(shared.client()) as admin, closing(opened(shared.player_url, channel)) as writer:
+    with closing(shared.client()) as admin, closing(open_exchange(shared.player_url, channel)) as writer:
         for number in range(2):
             writer.push(b"%d" % number, 0)
-        first, second = opened(shared.player_url, channel), opened(shared.player_url, channel)
+        first, second = open_exchange(shared.player_url, channel), open_exchange(shared.player_url, channel)
         (done,) = first.pull(1, 0)
         assert len(second.pull(1, 0)) == 1
         first.acknowledge([done.id])
@@ -478,13 +481,13 @@ def test_a_reader_leaves_the_group_unless_it_has_something_in_hand(shared: Redis
         first.close()
         second.close()
         assert consumers(admin, channel) == 1
-        with closing(opened(shared.player_url, channel)) as heir:
+        with closing(open_exchange(shared.player_url, channel)) as heir:
             assert heir.reclaim(0) == 1
 
 
 def test_what_is_dropped_leaves_no_key_behind(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
-    with closing(shared.client()) as admin, closing(opened(shared.player_url, channel)) as exchange:
+    with closing(shared.client()) as admin, closing(open_exchange(shared.player_url, channel)) as exchange:
         exchange.push(b"x", 0)
         exchange.post("key", b"")
         assert len(admin.keys(f"ludus:{{{channel}}}:*")) == 2
@@ -494,7 +497,7 @@ def test_what_is_dropped_leaves_no_key_behind(shared: RedisServer) -> None:
 
 def test_acknowledged_messages_take_up_no_memory(shared: RedisServer) -> None:
     channel = uuid.uuid4().hex
-    with closing(shared.client()) as admin, closing(opened(shared.player_url, channel, 1000)) as exchange:
+    with closing(shared.client()) as admin, closing(open_exchange(shared.player_url, channel, 1000)) as exchange:
         for _ in range(3):
             for size in (100, 10_000):
                 for _ in range(100):

@@ -28,7 +28,7 @@ from ludus.testing.memory_contract import ROWS, SPEC, MakeMemory, MemoryContract
 from ludus.transport.base import Memory, MemoryStats, SegmentWriter
 from ludus.transport.local import LocalMemory
 from ludus.transport.ring_buffer import Wakeup, create_ring
-from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.shared_memory import BlockLayout, BlockLayouts, SharedReader, SharedWriter, ring_capacity
 from tests.transport.killing import forked, reap
 
 
@@ -349,3 +349,25 @@ def test_a_sampler_writes_into_a_ring_what_it_writes_into_any_memory(tmp_path: P
         local.release(wanted)
     first.close()
     second.close()
+
+
+def test_blocks_of_several_models_share_a_ring(tmp_path: Path) -> None:
+    other = replace(SPEC, model="other", steps=SPEC.steps + 3)
+    layouts = BlockLayouts([BlockLayout(SPEC, ROWS), BlockLayout(other, 1)])
+    create_ring(tmp_path / "ring", ring_capacity(layouts, 2))
+    writer, reader = SharedWriter(tmp_path / "ring", layouts), SharedReader(tmp_path / "ring", layouts)
+    random = np.random.default_rng(0)
+    for number, spec in enumerate([SPEC, other, other, SPEC, SPEC, SPEC, other]):  # every position of the ring changes its model
+        block = writer.reserve(0, spec.model)
+        assert block is not None
+        assert not block.valid.any() or number > 3, "another model's data must not be visible"
+        block.reward[...] = sent = random.normal(size=block.reward.shape).astype(np.float32)
+        block.env_steps = number if number % 2 else None
+        writer.commit(block)
+        taken = reader.take()
+        assert taken is not None
+        assert (taken.model, taken.spec, taken.env_steps) == (spec.model, spec, number if number % 2 else None)
+        np.testing.assert_array_equal(taken.reward, sent)
+        reader.release(taken)
+    writer.close()
+    reader.close()

@@ -109,7 +109,7 @@ def test_a_saved_sweep_is_the_same_when_it_is_opened(tmp_path: Path) -> None:
     sweep.save()
     again = open_sweep(tmp_path / "s")
     assert (again.trials, again.ended, again.tune, again.data) == (sweep.trials, sweep.ended, sweep.tune, sweep.data)
-    assert [trial.name for trial in again.left(retry_failed=False)] == [trial.name for trial in sweep.trials[1:]]
+    assert [trial.name for trial in again.remaining_trials(retry_failed=False)] == [trial.name for trial in sweep.trials[1:]]
 
 
 def test_a_second_sweep_in_a_directory_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ludus.algorithms.gradient_learner import ActorCritic, ActorCriticConfig, mean_metrics
 from ludus.algorithms.minibatch import minibatches
 from ludus.algorithms.returns import ROUNDING, StepFlags, VTraceClip, explained_variance, gae, next_values, vtrace
-from ludus.algorithms.trajectories import Evaluation, Trajectories
+from ludus.algorithms.trajectories import PolicyEvaluation, Trajectories
 from ludus.buffers.block_replay import BlockReplay
 from ludus.config.schema import AlgorithmConfig, Schedule
 from ludus.core.schedule import value_at
@@ -147,7 +147,7 @@ class IMPALA(ActorCritic):
 
     # -- the loss
 
-    def vtrace_targets(self, batch: Trajectories, ratio: Tensor, now: Evaluation) -> tuple[Tensor, Tensor]:
+    def vtrace_targets(self, batch: Trajectories, ratio: Tensor, now: PolicyEvaluation) -> tuple[Tensor, Tensor]:
         """Return the V-trace value targets and advantages, each [N]."""
         config = self.config
         flags = StepFlags(batch.terminated, batch.truncated, batch.valid)

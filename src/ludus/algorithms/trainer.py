@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
-from ludus.core.statistics import summarize_results
+from ludus.core.statistics import ResultWindow, summarize_results
 from ludus.core.types import Segments
 from ludus.models.policy import Policy
 from ludus.transport.base import SegmentReader
@@ -20,22 +20,6 @@ from ludus.transport.base import SegmentReader
 class Publisher(Protocol):
     def publish(self, name: str) -> int: ...
     def newest(self, name: str) -> tuple[Policy, int]: ...
-
-
-class _ResultWindow:
-    """Sum and count of a result over the last whole batches that contain at least `episodes` episodes with it."""
-
-    def __init__(self, episodes: int) -> None:
-        self._episodes = episodes
-        self.parts: deque[tuple[float, float]] = deque()
-        self.total = self.count = 0.0
-
-    def add(self, total: float, count: float) -> None:
-        self.parts.append((total, count))
-        self.total, self.count = self.total + total, self.count + count
-        while self.count - self.parts[0][1] >= self._episodes:
-            total, count = self.parts.popleft()
-            self.total, self.count = self.total - total, self.count - count
 
 
 @dataclass
@@ -54,7 +38,7 @@ class Progress:
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
     returns_of: dict[str, deque[float]] = field(default_factory=dict)
     """By model, if there are several: in competitive games a mean over all models is meaningless."""
-    results: dict[str, _ResultWindow] = field(default_factory=dict)
+    results: dict[str, ResultWindow] = field(default_factory=dict)
     """Results of the last episodes, by name."""
 
     @classmethod
@@ -106,7 +90,7 @@ class Progress:
 
     def add_result(self, name: str, total: float, count: float) -> None:
         """Add the sum of a result over `count` episodes."""
-        self.results.setdefault(name, _ResultWindow(self.recent_returns.maxlen or 1)).add(total, count)
+        self.results.setdefault(name, ResultWindow(self.recent_returns.maxlen or 1)).add(total, count)
 
 
 class Trainer:
@@ -140,7 +124,7 @@ class Trainer:
         algorithm = self.algorithms[segments.model]
         _, newest = self._pool.newest(segments.model)
         algorithm.version = newest
-        metrics = algorithm.learn(segments, self.progress.timesteps)
+        metrics = algorithm.learn(segments, self.progress.timesteps) if segments.steps else {}  # its agents may have been absent
         self._count(segments)
         versions = segments.version[segments.valid]  # policy lag: age of the behaviour weights in updates
         lag = {"lag_mean": float(newest - versions.mean()), "lag_max": float(newest - versions.min())} if versions.size else {}

@@ -20,7 +20,7 @@ from ludus.models.devices import to_device
 from ludus.models.policy import Policy
 
 
-class Evaluation(NamedTuple):
+class PolicyEvaluation(NamedTuple):
     """A policy's evaluation of recorded steps. N is in the order of `valid`: by step, then by row."""
 
     log_prob: Tensor  # [N]
@@ -171,7 +171,7 @@ class Trajectories:
             parts.append((part.grid(now.log_prob), part.grid(now.value), now.next_value))
         return EvaluationGrids(*(np.concatenate(grids, axis=1) for grids in zip(*parts, strict=True)))
 
-    def evaluate(self, policy: Policy) -> Evaluation:
+    def evaluate(self, policy: Policy) -> PolicyEvaluation:
         """Evaluate all valid steps in one pass, with gradients if enabled, and the values of their successors."""
         bootstraps: Bools = self.valid & ~self.terminated  # steps whose successor is in the next row, which is not a valid step
         bootstraps[:-1] &= ~self.valid[1:]
@@ -191,7 +191,7 @@ class Trajectories:
         next_value = np.zeros(self.valid.shape, np.float32)
         next_value[:-1] = self.grid(value)[1:]
         self._fill_bootstrap_values(policy, bootstraps, next_value)
-        return Evaluation(log_prob, entropy, value, next_value)
+        return PolicyEvaluation(log_prob, entropy, value, next_value)
 
     def _fill_bootstrap_values(self, policy: Policy, bootstraps: Bools, next_value: Floats) -> None:
         """Fill in the values of successors that are not valid steps: bootstrap and final observations."""
@@ -217,7 +217,7 @@ class Trajectories:
     def _prepare(self, policy: Policy, observation: Tree) -> Tree:
         return _to_policy_device(policy, observation if self.in_network_layout else policy.to_network_layout(observation))
 
-    def _evaluate_sequences(self, policy: Policy, bootstraps: Bools) -> Evaluation:
+    def _evaluate_sequences(self, policy: Policy, bootstraps: Bools) -> PolicyEvaluation:
         """Evaluate sequences of `state_every` steps from the recorded states, each with one extra row for the last successor.
 
         Final observations keep the value given by the behaviour policy, because their recurrent state is not recorded.
@@ -234,7 +234,7 @@ class Trajectories:
         next_value[self.final_at[:, 0], self.final_at[:, 1]] = self.final_value
         index = to_device(torch.from_numpy(at), policy.device)
         log_prob, entropy, value = (x.flatten().index_select(0, index) for x in (log_prob, entropy, value))
-        return Evaluation(log_prob, entropy, value, next_value)
+        return PolicyEvaluation(log_prob, entropy, value, next_value)
 
 
 def _to_policy_device(policy: Policy, tree: Tree) -> Tree:

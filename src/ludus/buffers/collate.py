@@ -64,10 +64,10 @@ def packed_rows(steps: int, decisions: int, seats: int) -> int:
     return -(-2 * decisions // steps) + seats
 
 
-def pack_segments(parts: Sequence[Segments], block: Segments) -> None:
+def pack_segments(parts: Sequence[Segments], block: Segments, *, separate: bool = False) -> None:
     """Copy one-row segments into a block of fixed size, those of one origin one after the other in as few rows as they need.
 
-    `parts` of one origin are in the order of time. Where a segment does not end with a terminated episode, the next one begins after the
+    `parts` of one origin are in the order of time. `separate`: every segment has a row of its own. Where a segment does not end with a terminated episode, the next one begins after the
     index that holds its bootstrap observation. All other steps of the block become invalid. Raises ValueError if the block is too small.
     """
     for name in ("valid", "terminated", "truncated", "first"):
@@ -83,7 +83,7 @@ def pack_segments(parts: Sequence[Segments], block: Segments) -> None:
             continue
         origin = int(part.origin[0])
         row, start = rows.get(origin, (0, block.spec.steps))
-        if start + length > block.spec.steps:
+        if separate or start + length > block.spec.steps:
             row, start, used = used, 0, used + 1
             if row == block.rows:
                 raise ValueError(f"{len(parts)} segments do not fit into {block.rows} rows of {block.spec.steps} steps.")

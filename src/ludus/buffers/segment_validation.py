@@ -59,7 +59,7 @@ class SegmentValidator:
                 return f"{name} contains values other than true and false"
         return (
             self._check_numbers(segments)
-            or self._check_ranges("observation", segments.observation, self._ranges)
+            or self._check_observations(segments)
             or self._check_ranges("action", segments.action, self._actions)
             or self._check_masks(segments)
             or self._check_finals(segments)
@@ -75,6 +75,22 @@ class SegmentValidator:
                 return wrong
         if segments.version.size and segments.version.min() < 0:
             return "version is negative"
+        return None
+
+    def _check_observations(self, segments: Segments) -> str | None:
+        """Steps that were never written are zeros, which need not be in range."""
+        wrong = self._check_ranges("observation", segments.observation, self._ranges)
+        if wrong is None or segments.valid.all():
+            return wrong
+        unused = np.ones((segments.spec.steps + 1, segments.rows), np.bool_)
+        unused[:-1] &= ~segments.valid
+        unused[1:] &= ~segments.valid  # the index after a valid step holds its bootstrap observation
+        for path, leaf in leaves(segments.observation, "observation"):
+            if path in self._ranges:
+                low, high = self._ranges[path]
+                empty = unused.reshape(*unused.shape, *(1 for _ in leaf.shape[2:])) & (leaf == 0)
+                if (((leaf < low) | (leaf >= high)) & ~empty).any():
+                    return f"{path} is out of range"
         return None
 
     @staticmethod
@@ -136,7 +152,8 @@ class SegmentValidator:
             return "episode_length is below 1"
         if not np.isfinite(segments.results).all():
             return "results are not finite"
-        if ((segments.results[..., 1] < 0) | (segments.results[..., 1] > segments.spec.steps)).any():
+        counts = segments.results[..., 1]
+        if (counts < 0).any() or (counts.sum(axis=0) > segments.spec.steps * segments.rows).any():
             return "results have an impossible number of episodes"
         return None
 

@@ -62,7 +62,7 @@ class SearchedKey:
     arguments: tuple[Any, ...]
 
     @property
-    def shown(self) -> str:
+    def dotted_path(self) -> str:
         return ".".join(self.path)
 
     def draw(self, generator: np.random.Generator) -> Any:
@@ -329,7 +329,7 @@ def find_mutations(data: Mapping[str, Any], mutations: Mapping[str, Any]) -> lis
     for key in keys:
         if key.path[0] != "config" or key.path[1] in FIXED:
             raise ConfigError(
-                f"{key.shown} cannot be changed during a trial, as population based training does.",
+                f"{key.dotted_path} cannot be changed during a trial, as population based training does.",
                 f"Give all trials the same, or leave it out of the mutations. Fixed are env, run, {', '.join(FIXED)}.",
             )
     return keys

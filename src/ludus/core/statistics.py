@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import NormalDist
@@ -183,3 +184,19 @@ def summarize_results(results: Mapping[str, tuple[float, float]]) -> dict[str, f
         if name.startswith(_RATES):
             report[f"{name}_low"], report[f"{name}_high"] = wilson_interval(round(total), round(count), _Z_95)
     return report
+
+
+class ResultWindow:
+    """Sum and count of a result over the last whole batches that contain at least `episodes` episodes with it."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes = episodes
+        self.parts: deque[tuple[float, float]] = deque()
+        self.total = self.count = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        self.parts.append((total, count))
+        self.total, self.count = self.total + total, self.count + count
+        while self.count - self.parts[0][1] >= self._episodes:
+            total, count = self.parts.popleft()
+            self.total, self.count = self.total - total, self.count - count

@@ -24,11 +24,12 @@ import numpy.typing as npt
 import ludus
 from ludus.core.tree import Array, copy_into
 from ludus.core.types import Segments
-from ludus.distributed.sampling_pool import LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNode, WorkerReport
 from ludus.process.temp_dirs import TempDir
 from ludus.ray_cluster.cluster import NODE_LOG_DIR
 from ludus.transport.ring_buffer import Wakeup
-from ludus.transport.shared_memory import BlockLayout
+from ludus.transport.shared_memory import BlockLayouts
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +124,10 @@ class NodeAgent:
     def open(self, plan: SamplingPlan, make: NodeFactory, log_dir: str | None, mark: str) -> None:
         """Prepare to start workers. Logs go below `log_dir` if its file `mark` is visible from here."""
         self._called_at = time.monotonic()
-        self._layout = plan.layout
+        self._layouts = plan.layouts
         self._alternates = plan.ahead is not None
-        self._min_blocks = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
-        self._max_blocks = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
+        self._min_blocks = max(1, -(-BUNDLE_BYTES // self._layouts.nbytes))
+        self._max_blocks = max(1, MAX_BUNDLE_BYTES // self._layouts.nbytes)
         node = make(plan, self._log_dir(log_dir, mark), self._name)
         self._wakeup = Wakeup(node.wakeup)
         self._node = node
@@ -185,7 +186,7 @@ class NodeAgent:
         """
         self._called_at = now = time.monotonic()
         deadline, due = now + timeout_s, now + timeout_s
-        size, most = self._layout.nbytes, min(most, self._max_blocks)
+        size, most = self._layouts.nbytes, min(most, self._max_blocks)
         room: Bytes = np.empty(most * size, np.uint8)  # pages that are never written take no memory
         blocks: list[tuple[int, int]] = []
         while True:
@@ -212,7 +213,7 @@ class NodeAgent:
         """Take one block of each worker in turn, so that a fast one does not fill the bundle alone."""
         if self._node is None:
             return
-        size, workers = self._layout.nbytes, list(self._lives)
+        size, workers = self._layouts.nbytes, list(self._lives)
         idle = 0
         while workers and len(blocks) < most and idle < len(workers):
             index = workers[self._turn % len(workers)]
@@ -223,7 +224,7 @@ class NodeAgent:
                 continue
             idle = 0
             at = len(blocks) * size
-            pack(self._layout, block, room.data[at : at + size])
+            pack(self._layouts, block, room.data[at : at + size])
             self._node.release(index, block)
             blocks.append((index, self._lives[index]))
 
@@ -264,8 +265,9 @@ class NodeAgent:
             os._exit(1)  # the workers die with this process
 
 
-def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:
+def pack(layouts: BlockLayouts, block: Segments, buffer: memoryview) -> None:
     """Copy a block into a record."""
+    layout = layouts.of(block.model)
     target = layout.views(buffer).arrays()
     for name, tree in block.arrays().items():
         if name not in _EPISODES:
@@ -273,7 +275,8 @@ def pack(layout: BlockLayout, block: Segments, buffer: memoryview) -> None:
     layout.seal(block, buffer)
 
 
-def unpack(layout: BlockLayout, count: int, data: Bytes) -> list[Segments]:
+def unpack(layouts: BlockLayouts, count: int, data: Bytes) -> list[Segments]:
     """Blocks of a bundle: read-only views of its bytes, which they keep alive. Raises Damaged."""
-    buffer = data.data
-    return [layout.load(buffer[i * layout.nbytes : (i + 1) * layout.nbytes]) for i in range(count)]
+    size = layouts.nbytes
+    records = [data.data[i * size : (i + 1) * size] for i in range(count)]
+    return [layouts.written_in(record).load(record) for record in records]

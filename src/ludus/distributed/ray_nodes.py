@@ -28,7 +28,8 @@ from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.distributed.gcs_thread import GcsThread, StallAwareClock
 from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, NodeAgent, NodeFactory, local_node, unpack
-from ludus.distributed.sampling_pool import COUNTERS, LocalNode, SamplingNode, SamplingPlan, WorkerReport
+from ludus.distributed.sampling_plan import COUNTERS, SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNode, WorkerReport
 from ludus.distributed.watched_thread import WatchedThread
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster
@@ -62,7 +63,7 @@ class RayTimeouts:
     """For the other nodes once there is a usable one; later ones join during training."""
 
 
-class RayNode:
+class RaySamplingNode:
     """One machine of the cluster, seen by the learner. `start` … `close` are called by one thread; see `SamplingNode`."""
 
     def __init__(self, owner: RayNodes, member: Member, name: str) -> None:
@@ -86,7 +87,7 @@ class RayNode:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<RayNode {self.name} {self.lost or ('ready' if self.ready else 'starting')}>"
+        return f"<RaySamplingNode {self.name} {self.lost or ('ready' if self.ready else 'starting')}>"
 
     def start(self, index: int, begin: int) -> None:
         with self._lock:
@@ -230,13 +231,13 @@ class RayNodes:
     ) -> None:
         """`agent_here`: use an agent on this machine too (for tests and comparisons)."""
         self._cluster, self._plan, self._make, self._timeouts = cluster, plan, make, timeouts
-        self._layout = plan.layout
+        self._layouts = plan.layouts
         self._agents = _agents()
         self._announce = announce or (lambda sentence: None)
         self._agent_here = agent_here
         self.now = StallAwareClock().now
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], RayNode | None]] = queue.SimpleQueue()
-        self._nodes: dict[str, RayNode] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], RaySamplingNode | None]] = queue.SimpleQueue()
+        self._nodes: dict[str, RaySamplingNode] = {}
         self._retry_at: dict[str, tuple[float, Backoff]] = {}
         """Members whose agent failed: time of the next attempt and the back-off after it."""
         self._unusable: dict[str, str] = {}
@@ -344,7 +345,7 @@ class RayNodes:
 
     # -- called from any thread
 
-    def submit(self, call: Callable[[], None], node: RayNode | None = None) -> None:
+    def submit(self, call: Callable[[], None], node: RaySamplingNode | None = None) -> None:
         """Run a call in the state thread. If it fails, `node` is given up; without one the failure is fatal."""
         self._calls.put((call, node))
 
@@ -370,7 +371,7 @@ class RayNodes:
         finally:
             self._close_agents()
 
-    def _run_call(self, call: Callable[[], None], node: RayNode | None) -> None:
+    def _run_call(self, call: Callable[[], None], node: RaySamplingNode | None) -> None:
         try:
             call()
         except Exception as error:  # Ray raises many types; a problem of one machine must not end the training
@@ -378,7 +379,7 @@ class RayNodes:
                 raise
             self._on_node_error(node, error)
 
-    def _on_node_error(self, node: RayNode, error: Exception) -> None:
+    def _on_node_error(self, node: RaySamplingNode, error: Exception) -> None:
         if not isinstance(error, LudusError):
             log.error("unexpected error about %s", node.name, exc_info=error)
         self.give_up(node, _reason(error))
@@ -386,10 +387,10 @@ class RayNodes:
     def _on_crash(self, error: LudusError) -> None:
         self._fail(f"The learner's side of the cluster failed: {error}.", "See the log.")
 
-    def _submit_to_gcs(self, call: Callable[[], None], node: RayNode) -> None:
+    def _submit_to_gcs(self, call: Callable[[], None], node: RaySamplingNode) -> None:
         self._gcs.submit(call, lambda error: self.submit(functools.partial(self._on_node_error, node, error), node))
 
-    def _check_node(self, node: RayNode, now: float) -> None:
+    def _check_node(self, node: RaySamplingNode, now: float) -> None:
         limit_s = self._timeouts.silent_s + 2 * _POLL_S
         if node.ready and node.calls and now > node.calls[0][0] + limit_s:
             self.give_up(node, f"it has not answered for {now - node.calls[0][0]:.0f} s")
@@ -428,10 +429,10 @@ class RayNodes:
         for member in self._members:
             due, _ = self._retry_at.get(member.id, (0.0, None))
             if self._needs_agent(member) and member.id not in self._nodes and now >= due:
-                self._nodes[member.id] = node = RayNode(self, member, self._unique_name(member))
+                self._nodes[member.id] = node = RaySamplingNode(self, member, self._unique_name(member))
                 self._submit_to_gcs(functools.partial(self._create_agent, node), node)
 
-    def _create_agent(self, node: RayNode) -> None:
+    def _create_agent(self, node: RaySamplingNode) -> None:
         """Runs in the GCS thread."""
         node.agent = self._agents(node.id).remote(node.name)
         self.submit(lambda: self.call(node, None, "hello", then=self._on_hello), node)
@@ -441,13 +442,13 @@ class RayNodes:
         host = member.host or member.address
         return f"{host}-{member.id[:6]}" if host in taken else host
 
-    def _on_hello(self, node: RayNode, hello: Mapping[str, str]) -> None:
+    def _on_hello(self, node: RaySamplingNode, hello: Mapping[str, str]) -> None:
         if hello["ludus"] != ludus.__version__:
             raise UsageError(f"{node.name} has ludus {hello['ludus']}, and this machine {ludus.__version__}")
         log_dir = None if self._logs.path is None else str(self._logs.path)
         self.call(node, None, "open", self._plan, self._make, log_dir, self._logs.mark, then=self._on_open)
 
-    def _on_open(self, node: RayNode, _: None) -> None:
+    def _on_open(self, node: RaySamplingNode, _: None) -> None:
         with self._settled:
             node.ready = True
             self._unusable.pop(node.id, None)
@@ -460,11 +461,11 @@ class RayNodes:
 
     def call(
         self,
-        node: RayNode,
+        node: RaySamplingNode,
         group: str | None,
         method: str,
         *args: Any,
-        then: Callable[[RayNode, Any], None] = lambda node, answer: None,
+        then: Callable[[RaySamplingNode, Any], None] = lambda node, answer: None,
         failed: Callable[[str], None] | None = None,
     ) -> None:
         """Call the agent; `then` gets the reply in the state thread. An error gives up the node, or calls `failed` if set."""
@@ -476,7 +477,11 @@ class RayNodes:
         reference.future().add_done_callback(lambda future: self.submit(functools.partial(done, future), node))
 
     def _on_reply(
-        self, node: RayNode, then: Callable[[RayNode, Any], None], failed: Callable[[str], None] | None, future: Future[Any]
+        self,
+        node: RaySamplingNode,
+        then: Callable[[RaySamplingNode, Any], None],
+        failed: Callable[[str], None] | None,
+        future: Future[Any],
     ) -> None:
         if node.lost:
             return
@@ -490,25 +495,25 @@ class RayNodes:
         else:
             self.give_up(node, _reason(error))
 
-    def request_bundles(self, node: RayNode) -> None:
+    def request_bundles(self, node: RaySamplingNode) -> None:
         """Keep requests for bundles in flight while there is room for blocks."""
         while not node.lost and node.ready and len(node.calls) < _MAX_CALLS:
-            blocks = node.next_bundle_blocks(self._plan.slots, self._layout.nbytes)
+            blocks = node.next_bundle_blocks(self._plan.slots * self._plan.blocks_per_update, self._layouts.nbytes)
             node.held_back = blocks <= 0
             if node.held_back:
                 return
             self._request_bundle(node, blocks, _POLL_S)
 
-    def _request_bundle(self, node: RayNode, blocks: int, timeout_s: float) -> None:
+    def _request_bundle(self, node: RaySamplingNode, blocks: int, timeout_s: float) -> None:
         node.requested_at = self.now()
         node.calls.append((node.requested_at, blocks))
         self.call(node, DATA, "next_bundle", blocks, timeout_s, then=self._on_bundle)
 
-    def _on_bundle(self, node: RayNode, reply: tuple[Bundle, Bytes]) -> None:
+    def _on_bundle(self, node: RaySamplingNode, reply: tuple[Bundle, Bytes]) -> None:
         bundle, data = reply
         node.calls.popleft()
         if bundle.blocks or bundle.reports is not None:
-            node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
+            node.deliver(bundle, unpack(self._layouts, len(bundle.blocks), data))
         if bundle.blocks:
             self._wakeup.notify()
         for worker, tail in bundle.tails:
@@ -516,11 +521,11 @@ class RayNodes:
             self._logs.append(node.name, worker, tail)
         self.request_bundles(node)
 
-    def start_worker(self, node: RayNode, index: int, begin: int, life: int) -> None:
+    def start_worker(self, node: RaySamplingNode, index: int, begin: int, life: int) -> None:
         self.call(node, CONTROL, "start", index, begin, life, failed=lambda why: node.set_refused(index, life, why))
         self.request_bundles(node)  # a worker more makes room for more blocks
 
-    def send_weights(self, node: RayNode, version: int) -> None:
+    def send_weights(self, node: RaySamplingNode, version: int) -> None:
         """Send the newest weights, one transfer at a time: versions published meanwhile are sent next."""
         node.wanted = max(node.wanted, version)
         if node.publishing or node.lost or node.published >= node.wanted:
@@ -529,13 +534,13 @@ class RayNodes:
         node.publishing = True
         self.call(node, CONTROL, "publish", newest, reference, then=functools.partial(self._on_published, newest))
 
-    def _on_published(self, version: int, node: RayNode, _: None) -> None:
+    def _on_published(self, version: int, node: RaySamplingNode, _: None) -> None:
         node.publishing, node.published = False, version
         self.send_weights(node, version)
 
     # -- ends
 
-    def give_up(self, node: RayNode, why: str) -> None:
+    def give_up(self, node: RaySamplingNode, why: str) -> None:
         if node.lost:
             return
         node.lost = why

@@ -12,83 +12,32 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
-from ludus.buffers.block_batches import BlockBatches
-from ludus.config.schema import PreprocessConfig, SelfPlayConfig
-from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
-from ludus.core.types import Segments, SegmentSpec
-from ludus.distributed.code_bundle import CodeBundle
+from ludus.core.types import Segments
 from ludus.distributed.placement import place
-from ludus.envs.vector_env import make_environments
-from ludus.envs.wrappers import WrapperList
+from ludus.distributed.sampling_plan import COUNTERS, MATCH_COUNTERS, WEIGHTS, SamplingPlan, ring_path
+from ludus.distributed.sampling_worker import sample
 from ludus.errors import EnvironmentFault, WorkerFailed
-from ludus.models.devices import copy_for_acting
-from ludus.models.policy import Policy
-from ludus.models.weights import serialization
-from ludus.models.weights.shared_weights import SharedWeights, SharedWeightsReader
-from ludus.process.host import keep_freed_memory, usable_cores
+from ludus.models.weights.shared_weights import SharedWeights
+from ludus.process.host import usable_cores
 from ludus.process.temp_dirs import TempDir, shared_memory_dir
-from ludus.process.workers.supervisor import Context, Process, Supervisor, WorkerRestart
-from ludus.sampling.sampler import Interruption, Sampler, VersionClock
-from ludus.sampling.self_play import with_past_opponents
+from ludus.process.workers.supervisor import Process, Supervisor
 from ludus.transport.ring_buffer import Wakeup, create_ring
-from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.shared_memory import SharedReader, ring_capacity
 
 log = logging.getLogger(__name__)
 
-COUNTERS = ("steps", "blocks", "environment_s", "policy_s", "blocked_s", "weights_wait_s", "env_restarts")
-"""Counters that a worker keeps in its ring, in this order; its node can read them at any time."""
-
 _SHARES = {"env": "environment_s", "policy": "policy_s", "blocked": "blocked_s", "weights_wait": "weights_wait_s"}
-WEIGHTS, WAKEUP = "weights", "wakeup"
+WAKEUP = "wakeup"
 _UPDATE_S = 0.1
 _WINDOW_S = 1.0
-_ROOM_S = 0.2
 _START_S = 120.0
 _GRACE_S = 2.0
 _FAILURES_IN_A_ROW = 5  # of one worker, without a block in between, before the run fails
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """Configuration of the workers. Plain data: it is sent to workers and to the agents of other nodes."""
-
-    env: str
-    env_config: Mapping[str, Any]
-    num_envs: int
-    description: Mapping[str, Any]
-    """Of the policy, as in `model.json`."""
-    spec: SegmentSpec
-    seed: int
-    first_version: int
-    ahead: int | None
-    """How many updates early a block may be made; None: at any time, with the newest weights."""
-    slots: int
-    """Number of blocks of a worker that may wait."""
-    hang_s: float = 60.0
-    restart: WorkerRestart = field(default_factory=lambda: WorkerRestart(limit=None))
-    forgiving: bool = False
-    explore: bool = True
-    device: str = "cpu"
-    self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
-    run: str = ""
-    """The run directory; empty if it is not needed (it does not exist on every machine)."""
-    clock: VersionClock | None = None
-    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
-    wrappers: WrapperList = ()
-    code_bundle: CodeBundle = field(default_factory=CodeBundle)
-    """What `env` means, if it is a function of the user's script."""
-
-    @property
-    def layout(self) -> BlockLayout:
-        return BlockLayout(self.spec, self.num_envs)
 
 
 @dataclass(frozen=True)
@@ -144,102 +93,6 @@ class SamplingNodes(Protocol):
     def close(self) -> None: ...
 
 
-# -- in a worker --------------------------------------------------------------------------------------------------------
-
-
-class SharedWeightsPolicy:
-    """Loads the newest weights of a board into a policy of this process."""
-
-    def __init__(self, policy: Policy, reader: SharedWeightsReader) -> None:
-        self._policy, self._reader = policy, reader
-        self._version = 0
-
-    @property
-    def published(self) -> int:
-        """The newest version, loaded or not. One memory read."""
-        return self._reader.version
-
-    def newest(self) -> tuple[Policy, int]:
-        if self._reader.version != self._version:
-            self._version = self._reader.load_into(self._policy)
-        return self._policy, self._version
-
-
-def _sample(context: Context, plan: SamplingPlan, index: int, begin: int, directory: Path, wakeup: Path) -> None:
-    """Program of a worker. Ends by SIGTERM, which raises SystemExit."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    plan.code_bundle.unpack()
-    with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(contextlib.closing(SharedWriter(_ring_path(directory, index), plan.layout, wakeup)))
-        reader = SharedWeightsReader(directory / WEIGHTS)
-        source = SharedWeightsPolicy(
-            copy_for_acting(serialization.policy_from(dict(plan.description)), torch.device(plan.device)), reader
-        )
-        environments = make_environments(
-            plan.env, plan.num_envs, plan.env_config,
-            preprocess=plan.preprocess, wrappers=plan.wrappers, forgiving=plan.forgiving,
-        )  # fmt: skip
-        stack.callback(environments.close)
-        environments.beat = context.beat
-        seed = _seed(plan, index, begin + memory.committed, context.incarnation)
-        first_row = index * plan.num_envs
-        facing = with_past_opponents(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
-        counters, before = memory.notes, list(memory.notes)
-        blocked_s = weights_s = 0.0
-        made = 0
-
-        def write_counters() -> None:
-            times = sampler.times
-            spent = (times.environment_s, times.policy_s, blocked_s, weights_s)
-            for i, value in enumerate((times.steps, made, *spent, environments.restarts)):
-                counters[i] = before[i] + value
-
-        def beat() -> None:
-            context.beat()
-            write_counters()  # a segment may take minutes: the node must see the steps earlier
-
-        sampler = Sampler(
-            environments, facing, memory, seed,
-            first_row=first_row, interruption=Interruption(beat), explore=plan.explore,
-            timesteps=None if plan.clock is None else plan.clock.timesteps,
-        )  # fmt: skip
-        context.ready()
-        while True:
-            block = begin + memory.committed
-            weights_s += _wait_for_weights(context, source, plan, block)
-            called = time.perf_counter()
-            spent = sampler.times.environment_s + sampler.times.policy_s
-            context.beat()
-            made += sampler.step(_ROOM_S)
-            spent = sampler.times.environment_s + sampler.times.policy_s - spent
-            blocked_s += max(0.0, time.perf_counter() - called - spent)
-            write_counters()
-
-
-def _seed(plan: SamplingPlan, index: int, block: int, incarnation: int) -> int:
-    """Distinct seeds for the environments of all workers; a restarted worker does not repeat earlier samples."""
-    if block == 0 and incarnation == 1:
-        return (plan.seed + index * plan.num_envs) % (1 << 30)
-    return int(np.random.SeedSequence((plan.seed, index, block, incarnation)).generate_state(1)[0]) % (1 << 30)
-
-
-def _wait_for_weights(context: Context, source: SharedWeightsPolicy, plan: SamplingPlan, block: int) -> float:
-    """Wait for the weights of that block; returns the seconds."""
-    needed = plan.first_version + block - plan.ahead if plan.ahead is not None else plan.first_version
-    if source.published >= needed:
-        return 0.0
-    began, polls = time.perf_counter(), Backoff(0.0001, 0.001, factor=1.5)
-    while source.published < needed:
-        context.beat()
-        time.sleep(polls.next_delay())
-    return time.perf_counter() - began
-
-
-def _ring_path(directory: Path, index: int) -> Path:
-    return directory / f"worker-{index}.ring"
-
-
 # -- on a node ----------------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +130,9 @@ class LocalNode:
             undo.pop_all()
 
     def start(self, index: int, begin: int) -> None:
-        ring = _ring_path(self._scratch.path, index)
-        create_ring(ring, ring_capacity(self._plan.layout, self._plan.slots))
-        self._readers[index] = SharedReader(ring, self._plan.layout)
+        ring = ring_path(self._scratch.path, index)
+        create_ring(ring, ring_capacity(self._plan.layouts, self._plan.slots * self._plan.blocks_per_update))
+        self._readers[index] = SharedReader(ring, self._plan.layouts)
         self._begins[index] = begin
         self._run(index)
         self._first[index] = self._processes[index].incarnation
@@ -287,7 +140,7 @@ class LocalNode:
     def _run(self, index: int) -> None:
         self._processes[index] = self._supervisor.start(
             self._worker_name(index),
-            _sample,
+            sample,
             self._plan,
             index,
             self._begins[index],
@@ -306,7 +159,7 @@ class LocalNode:
         if reader is not None:
             self._issued = {block: own for block, own in self._issued.items() if own is not reader}
             reader.close()
-            for path in self._scratch.path.glob(f"{_ring_path(self._scratch.path, index).name}*"):  # includes its wake-ups
+            for path in self._scratch.path.glob(f"{ring_path(self._scratch.path, index).name}*"):  # includes its wake-ups
                 path.unlink(missing_ok=True)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
@@ -351,7 +204,7 @@ class LocalNode:
         self._scratch.close()
 
 
-_PRELOAD = ("numpy", "torch", "gymnasium", "ludus.distributed.sampling_pool")
+_PRELOAD = ("numpy", "torch", "gymnasium", "ludus.distributed.sampling_worker")
 
 
 class SingleNode:
@@ -373,6 +226,21 @@ Latest = Callable[[], tuple[int, Mapping[str, Array]]]
 """The newest version and its weights."""
 
 
+class PooledBatches(Protocol):
+    """Batches that are made of the blocks of a pool."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    def ready(self) -> bool: ...
+
+
+def all_steps(block: Segments) -> int:
+    """Steps of all rows, also those in which an environment only resets."""
+    return block.rows * block.spec.steps
+
+
 class SamplingPool:
     """All workers of a run. `step` waits for a batch, or for _UPDATE_S, and replaces lost workers and nodes."""
 
@@ -382,9 +250,13 @@ class SamplingPool:
         workers: int,
         latest: Latest,
         *,
+        count_steps: Callable[[Segments], int] = all_steps,
+        more_metrics: Callable[[], dict[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`count_steps`: steps of a block, as its worker counts them. `more_metrics`: what is reported besides."""
         self._workers, self._latest, self._clock = workers, latest, clock
+        self._count_steps, self._more_metrics = count_steps, more_metrics
         self._node_of: dict[int, SamplingNode] = {}
         self._nodes_in_use: dict[str, SamplingNode] = {}
         self._expected = [0] * workers
@@ -400,7 +272,7 @@ class SamplingPool:
         self._taken_steps = self._block_steps = 0
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
-        self.batches: BlockBatches | None = None
+        self.batches: PooledBatches | None = None
         with contextlib.ExitStack() as stack:
             scratch = stack.enter_context(contextlib.closing(TempDir(shared_memory_dir())))
             self._wakeup = stack.enter_context(Wakeup.create(scratch.path / WAKEUP))
@@ -431,7 +303,7 @@ class SamplingPool:
             self._issued[id(block)] = node
             self._expected[worker] += 1
             self._taken_there[worker] += 1
-            self._block_steps = block.rows * block.spec.steps
+            self._block_steps = self._count_steps(block)
             self._taken_steps += self._block_steps
         return block
 
@@ -535,10 +407,13 @@ class SamplingPool:
             "sampler/lost_nodes": float(self.lost_nodes),
             "sampler/lost_blocks": float(self.lost_blocks),
         }
+        totals = self._totals()
+        if totals["matches"]:
+            numbers |= {name: totals[name] for name in MATCH_COUNTERS}
         if self.batches is not None:
             dropped = float(self.batches.dropped)
             numbers |= {"memory/waiting": float(self.batches.waiting), "learner/dropped_lag": dropped}
-        return numbers
+        return numbers | self._more_metrics()
 
     def has_sampled(self) -> bool:
         return self._totals()["steps"] > 0

@@ -594,6 +594,14 @@ class CentralState:
         return {"observation": observation, "state": {"agent": self._marks[agent], "seen": shared}}
 
 
+def network_spaces(match: MultiAgentMatch, agent: str, *, central: bool) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """Observation and action space of the network that plays an agent. `central`: with the input of a centralised critic."""
+    own = match.agents[agent]
+    if not central:
+        return own.observation, own.action
+    return central_space(own.observation, CentralState(match.agents, match.state_space).space), own.action
+
+
 def central_space(own: gym.Space[Any], whole: gym.Space[Any]) -> gym.spaces.Dict:
     """Space of the observations recorded for a centralised critic; the policy sees only `observation`."""
     return gym.spaces.Dict({"observation": own, "state": whole})

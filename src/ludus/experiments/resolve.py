@@ -86,7 +86,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         config = parsed.algorithm_config
     else:
         config = _with_fleet_worker(parsed).algorithm_config
-        _check_fleet(experiment.memory, config, cluster, external=external, multi_agent=multi_agent)
+        _check_fleet(experiment.memory, config, cluster, external=external)
     if external:
         from ludus.experiments.validation.game_seats import seats_of
 
@@ -96,6 +96,11 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         from ludus.experiments.validation.agent_mapping import resolve_agents
 
         config = resolve_agents(experiment.env, algorithm.Config, config)
+        if experiment.memory != EMBEDDED and config.multiagent is not None and len(config.multiagent.names()) > 1:
+            raise ConfigError(
+                f"memory is {experiment.memory}, and the agents have several policies: {', '.join(config.multiagent.names())}.",
+                "A fleet trains one policy: use one for all agents, or num_workers with memory: embedded.",
+            )
     elif config.multiagent is not None:
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
@@ -116,15 +121,12 @@ def _with_fleet_worker(parsed: ParsedExperiment) -> ParsedExperiment:
     return ParsedExperiment({**parsed.reading.data, "config": {**config, "num_workers": 1}})
 
 
-def _check_fleet(
-    memory: str, config: AlgorithmConfig, cluster: ClusterOptions | None, *, external: bool, multi_agent: bool
-) -> None:
+def _check_fleet(memory: str, config: AlgorithmConfig, cluster: ClusterOptions | None, *, external: bool) -> None:
     from ludus.transport.message_stream import check_url
 
     check_url(memory)
     for conflict, reason in (
         (external, "games call the learner itself"),
-        (multi_agent, "several agents are sampled by the learner itself"),
         (cluster is not None and cluster.asked_for, "an address of a Ray cluster is given, whose workers bring it"),
         (
             config.batch_mode == "complete_episodes",

@@ -154,6 +154,14 @@ def assemble_of(resolved: ResolvedExperiment) -> Assemble:
         from ludus.experiments.assembly.http_training import assemble_http
 
         return assemble_http
+    if resolved.config.multiagent is not None and resolved.experiment.memory != EMBEDDED:
+        from ludus.experiments.assembly.match_fleet_training import assemble_match_fleet
+
+        return assemble_match_fleet
+    if resolved.config.multiagent is not None and resolved.config.workers:
+        from ludus.experiments.assembly.match_worker_training import assemble_match_workers
+
+        return assemble_match_workers
     if resolved.config.multiagent is not None:
         from ludus.experiments.assembly.multi_agent_training import assemble_multi_agent
 

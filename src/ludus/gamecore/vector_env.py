@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -98,16 +99,12 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         0: one process per match; None: the game's default. Further keywords: see `resolve_game`. Raises ConfigError.
         """
         self.game: GameSpec = resolve_game(game, mode, options or {}, keywords)
-        for name, value in (("timeout_s", timeout_s), ("start_s", start_s), ("away_s", away_s)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(f"{name} is {value!r}.", "A number of seconds above 0.")
+        self._limits = _TimeLimits(timeout_s, start_s, away_s)
         if together is not None and (type(together) is not int or not 0 <= together <= MAX_MATCHES_PER_PROCESS):
             hint = f"Matches that one game process plays concurrently, up to {MAX_MATCHES_PER_PROCESS}; 0: one process per match."
             raise ConfigError(f"together is {together!r}.", hint)
         self._orders = OrderDefaults(start_from, eval_mode, self.game.matches_per_process if together is None else together)
-        self._server, self._token_file = server, token_file
-        self._advertise = advertise or os.environ.get(ADVERTISE) or None
-        self._silent_s, self._start_s, self._away_s = timeout_s, start_s, away_s
+        self._addresses = _Addresses(server, token_file, advertise or os.environ.get(ADVERTISE) or None)
         seats = len(self.game.seats)
         kinds = assign_opponents(max(1, num_envs // seats), self.game.opponent_shares, stand_in=RULE)
         self.slots, rows = make_slots(kinds, seats)
@@ -127,9 +124,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.result_names = (*outcomes, *(["seconds"] if self.game.ticks_per_second else []), *self.game.statistics, *past)
         """Keys in `infos` of ended matches: wins and losses by opponent, duration, hero statistics."""
         self._timesteps = 0
-        self._batcher = ObservationBatcher(self.game)
-        self._observations: list[LeafBytes] = [self._batcher.blank] * self.num_envs
-        self._masks: list[bytes] = [self._batcher.open] * self.num_envs
+        self._observations = _RowObservations(self.game, self.num_envs)
         self._seed: int | None = None
         self._backend: _Backend | None = None
         self._first_step = True
@@ -145,9 +140,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         """Abandon running matches and return blank observations."""
         self._close_backend()
         self._seed = None if seed is None else int(seed) if isinstance(seed, (int, np.integer)) else seed[0]
-        self._observations, self._masks = [self._batcher.blank] * self.num_envs, [self._batcher.open] * self.num_envs
-        arrays, _ = self._batcher.show(self._observations)
-        return self._format_observation(arrays, self._batcher.allow(self._masks)[0])
+        return self._observations.reset()
 
     def step(self, actions: Any) -> tuple[Any, Floats, Bools, Bools, dict[str, Any]]:
         """Raises EnvironmentFault when matches cannot be played any more."""
@@ -155,7 +148,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         backend.matches.answer(_row_actions(actions))
         self._wait(backend)
         outcome = backend.matches.collect()
-        observation, infos = self._observe(backend, outcome)
+        observation, infos = self._observations.update(outcome, backend.matches)
         reward = np.zeros(self.num_envs, np.float32)
         terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
         for row, update in outcome.updates.items():
@@ -172,35 +165,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         self._close_backend()
 
-    # -- observations and results
-
-    def _observe(self, backend: _Backend, outcome: StepOutcome) -> tuple[Any, dict[str, Any]]:
-        """Return observation and infos. Matches with invalid values are lost."""
-        before = [(row, self._observations[row], self._masks[row]) for row in outcome.updates]
-        for row, update in outcome.updates.items():
-            if update.observation is not None:
-                self._observations[row] = update.observation
-            self._masks[row] = update.mask or self._batcher.open
-        arrays, wrong = self._batcher.show(self._observations)
-        mask, closed = self._batcher.allow(self._masks)
-        if wrong or closed:
-            rows = backend.matches.discard_invalid(wrong | closed, outcome)
-            for row, seen, allowed in before:
-                if row in rows:
-                    self._observations[row], self._masks[row] = seen, allowed
-            arrays, _ = self._batcher.show(self._observations)
-            mask, _ = self._batcher.allow(self._masks)
-        return self._format_observation(arrays, mask)
-
-    def _format_observation(self, arrays: Sequence[Array], mask: Bools) -> tuple[Any, dict[str, Any]]:
-        """Arrange arrays as the observation space requires; the mask goes there or into infos."""
-        seen = self._batcher.tree(arrays)
-        if not self.game.mask_inside:
-            return seen, {ACTION_MASK: mask} if self.game.masked else {}
-        parts: Any = mask.view(np.int8)
-        if self.game.mask_splits:
-            parts = tuple(np.split(parts, self.game.mask_splits, axis=1))
-        return (seen if isinstance(self.game.wire_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: parts}, {}
+    # -- results
 
     def _results(self, ended: Sequence[LiveMatch]) -> dict[str, npt.NDArray[Any]]:
         """Return the results of ended matches, in the format of the Arena's environments."""
@@ -264,8 +229,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                     f"Run `ludus gamecore list` and `ludus gamecore logs ID` against {backend.client.server}.",
                 )
             since = backend.scheduler.away_since
-            if since is not None and time.monotonic() - since > self._away_s:
-                away = f"The gamecore server has been unreachable for {self._away_s:g} s: {backend.scheduler.away}"
+            if since is not None and time.monotonic() - since > self._limits.away_s:
+                away = f"The gamecore server has been unreachable for {self._limits.away_s:g} s: {backend.scheduler.away}"
                 raise EnvironmentFault(away)
 
     def _check_silent(self, backend: _Backend, silent: Sequence[LiveMatch]) -> None:
@@ -275,7 +240,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             begun = match.decisions > 0 or bool(match.updates)
             if not begun and match.process is not None and not match.process.accepted:
                 continue  # the time limit begins when the server accepts the order
-            if silent_s > (self._silent_s if begun else self._start_s):
+            if silent_s > (self._limits.timeout_s if begun else self._limits.start_s):
                 problem = "its game has been silent for" if begun else "its game has not begun within"
                 missing = "; a game must send the ticks of all seats at the same time, and some are missing"
                 turns = missing if match.updates else ""
@@ -293,13 +258,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 f"There are {learning_rows} environments, but {self.game.mode} has {seats} seats per side.",
                 f"Set num_envs_per_worker to a multiple of {seats}.",
             )
-        client = GamecoreClient(self._server, max_frame_num=self.game.max_frames or -1, token_file=self._token_file)
+        client = self._addresses.make_client(self.game)
         slots = [MatchSlot(slot.index, slot.kind, slot.groups) for slot in self.slots]
-        at = urlsplit(client.server)
-        host = self._advertise or own_address(at.hostname or "", at.port or 80)
-        # The match of a silent session is lost before the session ends.
-        silent_s = max(self._silent_s, self._start_s) + _SESSION_GRACE_S
-        self._backend = _Backend(client, self.game, slots, host, silent_s)
+        self._backend = _Backend(client, self.game, slots, self._addresses.gateway_host(client), self._limits.session_s)
         self._backend.start(self._orders, self._seed, self._timesteps)
         self._first_step = True
         return self._backend
@@ -308,6 +269,86 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+
+
+@dataclass(frozen=True)
+class _TimeLimits:
+    """See `GamecoreVectorEnv`. Raises ConfigError."""
+
+    timeout_s: float
+    start_s: float
+    away_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name} is {value!r}.", "A number of seconds above 0.")
+
+    @property
+    def session_s(self) -> float:
+        """Silence that ends a session of the gateway. Its match is lost before."""
+        return max(self.timeout_s, self.start_s) + _SESSION_GRACE_S
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Where the gamecore server is, and where its games find this process; None: see `GamecoreVectorEnv`."""
+
+    server: str | None
+    token_file: str | None
+    advertise: str | None
+
+    def make_client(self, game: GameSpec) -> GamecoreClient:
+        return GamecoreClient(self.server, max_frame_num=game.max_frames or -1, token_file=self.token_file)
+
+    def gateway_host(self, client: GamecoreClient) -> str:
+        at = urlsplit(client.server)
+        return self.advertise or own_address(at.hostname or "", at.port or 80)
+
+
+class _RowObservations:
+    """The latest observation and action mask of every row."""
+
+    def __init__(self, game: GameSpec, rows: int) -> None:
+        self._game, self._batcher = game, ObservationBatcher(game)
+        self._leaves: list[LeafBytes] = [self._batcher.blank] * rows
+        self._masks: list[bytes] = [self._batcher.open] * rows
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        """Return blank observations, and infos."""
+        rows = len(self._leaves)
+        self._leaves, self._masks = [self._batcher.blank] * rows, [self._batcher.open] * rows
+        arrays, _ = self._batcher.show(self._leaves)
+        return self._format(arrays, self._batcher.allow(self._masks)[0])
+
+    def update(self, outcome: StepOutcome, matches: LiveMatches) -> tuple[Any, dict[str, Any]]:
+        """Return observations and infos after a step. Matches with invalid values are lost; their rows keep the previous values."""
+        before = [(row, self._leaves[row], self._masks[row]) for row in outcome.updates]
+        for row, update in outcome.updates.items():
+            if update.observation is not None:
+                self._leaves[row] = update.observation
+            self._masks[row] = update.mask or self._batcher.open
+        arrays, wrong = self._batcher.show(self._leaves)
+        mask, closed = self._batcher.allow(self._masks)
+        if wrong or closed:
+            rows = matches.discard_invalid(wrong | closed, outcome)
+            for row, leaves, allowed in before:
+                if row in rows:
+                    self._leaves[row], self._masks[row] = leaves, allowed
+            arrays, _ = self._batcher.show(self._leaves)
+            mask, _ = self._batcher.allow(self._masks)
+        return self._format(arrays, mask)
+
+    def _format(self, arrays: Sequence[Array], mask: Bools) -> tuple[Any, dict[str, Any]]:
+        """Arrange arrays as the observation space requires; the mask goes there or into infos."""
+        game, observation = self._game, self._batcher.tree(arrays)
+        if not game.mask_inside:
+            return observation, {ACTION_MASK: mask} if game.masked else {}
+        parts: Any = mask.view(np.int8)
+        if game.mask_splits:
+            parts = tuple(np.split(parts, game.mask_splits, axis=1))
+        named = observation if isinstance(game.wire_space, gym.spaces.Dict) else {"observation": observation}
+        return named | {ACTION_MASK: parts}, {}
 
 
 class _Backend:

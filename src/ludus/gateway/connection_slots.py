@@ -41,7 +41,7 @@ class ConnectionSlots(Generic[Key]):
         return key in self._addresses
 
     @property
-    def unauthorized(self) -> int:
+    def unauthorized_count(self) -> int:
         return len(self._unauthorized)
 
     def is_authorized(self, key: Key) -> bool:

@@ -13,7 +13,7 @@ UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
-class Memory:
+class SystemMemory:
     """Bytes. `limit`, `used`: of the tightest cgroup of this process; None without a limit."""
 
     total: int
@@ -75,7 +75,7 @@ def _upwards(base: Path, inner: str) -> Iterator[Path]:
         here = here.parent
 
 
-def read_memory(groups: Cgroups, meminfo: Path = Path("/proc/meminfo")) -> Memory | None:
+def read_memory(groups: Cgroups, meminfo: Path = Path("/proc/meminfo")) -> SystemMemory | None:
     """None where /proc/meminfo is missing."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
@@ -87,7 +87,7 @@ def read_memory(groups: Cgroups, meminfo: Path = Path("/proc/meminfo")) -> Memor
         now = _memory_in_use(directory)
         if limit is None or most - now < limit - used:
             limit, used = most, now
-    return Memory(total, available, limit, used)
+    return SystemMemory(total, available, limit, used)
 
 
 def _memory_in_use(directory: Path) -> int:

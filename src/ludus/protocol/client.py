@@ -96,7 +96,7 @@ class _ClientBase(Generic[_Kept]):
         return 0 if state is None else state.missed
 
 
-class Client(_ClientBase[tuple[socket.socket, "_Reader"]]):
+class Client(_ClientBase[tuple[socket.socket, "_HttpReplyParser"]]):
     """Blocking client on one kept connection; use one per thread. `timeout_s` limits each attempt, including connecting.
 
     Raises Refused for every reply that is not 200 (429 and 503: after the retries), and Unreachable when there is no reply or only
@@ -166,7 +166,7 @@ class Client(_ClientBase[tuple[socket.socket, "_Reader"]]):
     def _send_attempt(self, attempt: _Attempt) -> _Reply:
         address, deadline = attempt.address, _Deadline(attempt.timeout_s)
         kept = self._kept.pop(address) if address in self._kept else None
-        connected, reader = kept or (self._connect(address, deadline), _Reader())
+        connected, reader = kept or (self._connect(address, deadline), _HttpReplyParser())
         try:
             connected.settimeout(max(deadline.left_s, 1e-3))
             connected.sendall(attempt.request)
@@ -698,7 +698,7 @@ class _Head(NamedTuple):
     close: bool
 
 
-class _Reader:
+class _HttpReplyParser:
     """Incremental parser of replies, one at a time. Raises ConnectionError on anything that is not a reply of known length."""
 
     def __init__(self) -> None:
@@ -823,7 +823,7 @@ class _AsyncConnection(asyncio.Protocol):
     """One connection of an AsyncClient."""
 
     def __init__(self) -> None:
-        self._reader = _Reader()
+        self._reader = _HttpReplyParser()
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[_Reply] | None = None
         self._lost: OSError | None = None

@@ -224,7 +224,7 @@ class RemoteModel:
             run.classes[name] = type(described.module)
         if info is not None:
             _choose_backend(run, info, max_batch_size, gpus, local_mode, override_model)
-        _ = self._shared
+        _ = self._shared_model
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle as the name; it attaches on first use in the other process of the run."""
@@ -234,7 +234,7 @@ class RemoteModel:
         return f"RemoteModel({self.name!r})"
 
     @property
-    def _shared(self) -> SharedModel:
+    def _shared_model(self) -> SharedModel:
         cached = self._cached
         if cached is not None and cached.run.is_current_process:
             return cached
@@ -257,48 +257,48 @@ class RemoteModel:
 
     def forward(self, *args: Tree, **kwargs: Tree) -> Awaitable[Any]:
         """Run the model on an event loop: NumPy arrays in and out, without a batch dimension. Raises the errors of the model."""
-        backend = self._shared.backend
+        backend = self._shared_model.backend
         self.forward = backend.forward  # type: ignore[method-assign] # skips this method from now on
         return backend.forward(*args, **kwargs)
 
     def forward_versioned(self, *args: Tree, **kwargs: Tree) -> Awaitable[tuple[Any, int]]:
         """Like `forward`, with the version of the weights, which recorded steps need."""
-        return self._shared.backend.forward_versioned(*args, **kwargs)
+        return self._shared_model.backend.forward_versioned(*args, **kwargs)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Any:
         """Like `forward`, for plain code in any thread: blocks until the result is there."""
-        return self._shared.backend.call(*args, **kwargs)
+        return self._shared_model.backend.call(*args, **kwargs)
 
     # -- choosing actions, if the model is a ludus Policy
 
     @property
     def policy(self) -> Policy:
         """The policy in this process, with its spaces. Raises UsageError when the model is another kind of module."""
-        return self._shared.policy
+        return self._shared_model.policy
 
     def decide(
         self, observation: Tree, state: State | None = None, mask: Bools | None = None, temperature: float | None = None
     ) -> asyncio.Future[Decision]:
         """Decision of an agent with this policy; exploration noise is drawn here, times `temperature` (1). On an event loop only."""
-        return self._shared.decide(observation, state, mask, 1.0 if temperature is None else temperature)
+        return self._shared_model.decide(observation, state, mask, 1.0 if temperature is None else temperature)
 
     # -- weights
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The declared inputs as data; empty if none were declared."""
-        return dict(self._shared.description.get("inputs") or {})
+        return dict(self._shared_model.description.get("inputs") or {})
 
     @property
     def version(self) -> int:
         """The newest version of the weights."""
-        return self._shared.reader.version
+        return self._shared_model.reader.version
 
     step = version
 
     def get_model(self) -> nn.Module:
         """A separate torch module with the newest weights."""
-        shared = self._shared
+        shared = self._shared_model
         built = shared.build()
         modules.load_weights(built, shared.reader.read()[1])
         return built
@@ -309,7 +309,7 @@ class RemoteModel:
         They reach every process at its next batch (with `use_onnx`, and on other machines, slightly later).
         Raises IncompatibleCheckpoint when they do not match the model; UsageError when `step` is not above the newest.
         """
-        shared = self._shared
+        shared = self._shared_model
         arrays = modules.as_arrays(weights)
         modules.check_fit(shared.shapes, modules.shapes_in(arrays))
         with shared.run.stage_weights(arrays) as file:
@@ -321,7 +321,7 @@ class RemoteModel:
 
         It is a separate model named `<name>/clone-step-<version>`, which every process can find by that name.
         """
-        run = self._shared.run
+        run = self._shared_model.run
         info = run.client.call({"op": "model.clone", "name": self.name, "step": int(step)})
         return RemoteModel(str(info["name"]))
 

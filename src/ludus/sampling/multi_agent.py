@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ludus.buffers.collate import join_segments
+from ludus.buffers.collate import join_segments, pack_segments
 from ludus.core.tree import Array, Tree, map_tree
-from ludus.core.types import Bools, Segments
+from ludus.core.types import Bools, Segments, SegmentSpec
 from ludus.envs.pettingzoo import CentralState, Departure, MatchStep, MultiAgentMatch, Turn, sample_action
 from ludus.errors import EnvironmentFault, Interrupted
 from ludus.models.inference.batched_policy import (
@@ -35,8 +35,8 @@ from ludus.models.inference.batched_policy import (
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.episode_runner import EPISODE_STEPS, Score
-from ludus.sampling.opponents import MatchOutcome, Opponent, ZeroSum, win_shares
-from ludus.sampling.sampler import NOT_INTERRUPTED, Interruption
+from ludus.sampling.opponents import ZERO_SUM, MatchOutcome, Opponent, ZeroSum, is_zero_sum, win_shares
+from ludus.sampling.sampler import NOT_INTERRUPTED, Interruption, SamplerTimes
 from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
 from ludus.sampling.trained_agent import State as AgentState
 from ludus.sampling.trained_agent import TrainedAgent
@@ -154,9 +154,14 @@ class FinishedMatch:
         return 0.5 * sum(gained if agent in own_side else -gained for agent, gained in self.returns.items())
 
     def result(self, name: str) -> float | None:
-        """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent."""
+        """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent and for other names.
+
+        ZERO_SUM: whether the returns add up to 0; None if all are 0.
+        """
+        if name == ZERO_SUM:
+            return None if not any(self.returns.values()) else float(is_zero_sum(self.returns))
         kind, _, opponent = name.partition("/")
-        if self.seating is None or self.seating.opponent != opponent:
+        if not opponent or self.seating is None or self.seating.opponent != opponent:
             return None
         return float(self.score == {"win": 1.0, "draw": 0.5}[kind])
 
@@ -348,14 +353,35 @@ class MatchBatches:
         if not self._complete:
             return None
         model, env_steps = self._complete.popleft()
-        with self.take_parts(model) as parts:
+        with self._take_parts(model) as parts:
             batch = join_segments(parts)
-        self.describe_matches(batch, env_steps)
+        self._describe_matches(batch, env_steps)
         self._taken.add(id(batch))
         return batch
 
+    @property
+    def next_model(self) -> str:
+        """The model of the next complete batch."""
+        return self._complete[0][0]
+
+    def take_into(self, block: Segments, *, separate: bool = False) -> None:
+        """Pack the next complete batch into a block of its model. Raises ValueError if the block is too small.
+
+        `separate`: every segment has a row of its own, as a replay buffer needs it.
+        """
+        model, env_steps = self._complete.popleft()
+        with self._take_parts(model) as parts:
+            pack_segments(parts, block, separate=separate)
+        self._describe_matches(block, env_steps)
+
+    def discard(self) -> None:
+        """Drop the next complete batch. The matches that have ended are reported with the one after it."""
+        model, _ = self._complete.popleft()
+        with self._take_parts(model):
+            pass
+
     @contextlib.contextmanager
-    def take_parts(self, model: str) -> Iterator[list[Segments]]:
+    def _take_parts(self, model: str) -> Iterator[list[Segments]]:
         """All segments that a model has recorded since its last batch, inside the block."""
         memory, parts = self.memories[model], []
         while (part := memory.take(0)) is not None:
@@ -364,7 +390,7 @@ class MatchBatches:
         for part in parts:
             memory.release(part)
 
-    def describe_matches(self, batch: Segments, env_steps: int | None) -> None:
+    def _describe_matches(self, batch: Segments, env_steps: int | None) -> None:
         """Add the matches that have ended since the previous batch of any model."""
         batch.episode_return = np.array([match.total for match in self._finished], np.float32)
         batch.episode_length = np.array([match.steps for match in self._finished], np.int64)
@@ -394,9 +420,17 @@ class _EpisodeWindow:
     window: int
     returns: deque[float] = field(init=False)
     lengths: deque[int] = field(init=False)
+    totals: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of all episodes: their number, and the sums of their returns and lengths."""
 
     def __post_init__(self) -> None:
         self.returns, self.lengths = deque(maxlen=self.window), deque(maxlen=self.window)
+
+    def add(self, total: float, length: int) -> None:
+        self.returns.append(total)
+        self.lengths.append(length)
+        for i, value in enumerate((1.0, total, length)):
+            self.totals[i] += value
 
 
 class MatchBatch:
@@ -413,9 +447,10 @@ class MatchBatch:
         central: bool = False,
         smoothing: int = 100,
         seat_agents: SeatAgents | None = None,
+        first_origin: int = 0,
     ) -> None:
         """`policy_mapping`: agent → model. Models without a writer are not recorded. `seat_agents`: by default every agent is played by
-        its model.
+        its model. `first_origin`: of the recorded rows, distinct between workers.
         """
         self.policy_mapping, self._policies = dict(policy_mapping), policies
         self.stats = RecorderStats()
@@ -432,12 +467,13 @@ class MatchBatch:
         self.matches = 0
         self.env_steps = 0
         self.agent_steps = 0
+        self.times = SamplerTimes()
         self._slots: list[_MatchSlot] = []
         for number, match in enumerate(copies):
             seats = {}
             for index, agent in enumerate(match.agents):
                 writer = writers.get(policy_mapping[agent])
-                origin = number * len(match.agents) + index
+                origin = first_origin + number * len(match.agents) + index
                 seats[agent] = _Seat(agent, None if writer is None else SegmentRecorder(writer, origin, self.stats))
             self._slots.append(_MatchSlot(copies, number, seats, seed, central))
 
@@ -447,13 +483,20 @@ class MatchBatch:
 
     def tick(self, playing: Callable[[int], bool] = lambda number: True) -> None:
         """Step every copy for which `playing` is true; a copy whose match is over starts the next one. Inside `acting`."""
+        clock = time.perf_counter
         active = [(number, slot) for number, slot in enumerate(self._slots) if playing(number)]
+        began = clock()
         for number, slot in active:
             if slot.current.over:
                 slot.begin(self.seat_agents(number))
                 self._add_turn_rewards(slot)
+        started = clock()
         actions = self._decide(active)
+        decided = clock()
         active = [(number, slot) for number, slot in active if self._advance(slot, actions[number])]
+        stepped = clock()
+        self.times.environment_s += started - began + stepped - decided
+        self.times.policy_s += decided - started
         self.env_steps += len(active)
         self.agent_steps += sum(len(actions[number]) for number, _ in active)
         for model in self.steps_since_batch:
@@ -473,6 +516,7 @@ class MatchBatch:
                 self.finished.append((number, match))
                 if slot.seating.on_finished is not None:
                     slot.seating.on_finished(match)
+        self.times.policy_s += clock() - stepped
 
     def _advance(self, slot: _MatchSlot, actions: Mapping[str, Any]) -> bool:
         try:
@@ -523,9 +567,7 @@ class MatchBatch:
             seat.reset()
 
     def _end_episode(self, model: str, seat: _Seat, left: Departure, value: float | None) -> None:
-        recent = self.recent[model]
-        recent.returns.append(seat.total_reward)
-        recent.lengths.append(seat.length)
+        self.recent[model].add(seat.total_reward, seat.length)
         if seat.recorder is None:
             return
         truncated = not left.terminated
@@ -599,6 +641,19 @@ class MultiAgentSettings:
     """
 
 
+def recorded_bound(settings: MultiAgentSettings, agents: int, models: int, copies: int) -> int:
+    """Maximum number of steps that are recorded for one model until its batch is complete."""
+    steps_counted_once = agents if settings.by_env_steps else models if settings.joint else 1
+    return settings.batch_steps * steps_counted_once + 2 * copies * agents
+
+
+def match_batches(specs: Sequence[SegmentSpec], settings: MultiAgentSettings, copies: EnvCopies) -> MatchBatches:
+    """Batches of the models that are trained, with memory for all that may be recorded, even in segments of one step."""
+    agents = len(copies[0].agents)
+    blocks = recorded_bound(settings, agents, len(specs), len(copies)) + 2 * len(copies) * agents + 16
+    return MatchBatches({spec.model: LocalMemory(spec, 1, blocks) for spec in specs})
+
+
 class MultiAgentSampler:
     """Fills one batch of one model per `step()`. Reproducible: all randomness comes from `seed`."""
 
@@ -613,8 +668,9 @@ class MultiAgentSampler:
         *,
         interruption: Interruption | None = None,
         make_seating: Callable[[MatchBatch, PolicySet], SeatAgents] | None = None,
+        first_origin: int = 0,
     ) -> None:
-        """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch."""
+        """`policy_mapping`: agent → model. An interruption discards what was sampled since the last batch. `first_origin`: see MatchBatch."""
         self._batches, self._settings = batches, settings
         self._generator = torch.Generator().manual_seed(seed)
         self._policies = PolicySet(sources, self._generator, settings.explore)
@@ -625,7 +681,7 @@ class MultiAgentSampler:
             copies.beat = interruption.beat
         self._reported_steps = 0  # environment steps that were reported with a batch
         self._batched_steps = 0  # environment steps when the last batch was complete
-        self._matches = MatchBatch(
+        self.matches = MatchBatch(
             copies,
             policy_mapping,
             self._policies,
@@ -633,15 +689,16 @@ class MultiAgentSampler:
             seed,
             central=settings.central,
             smoothing=settings.smoothing,
+            first_origin=first_origin,
         )
         if make_seating is not None:
-            self._matches.seat_agents = make_seating(self._matches, self._policies)
+            self.matches.seat_agents = make_seating(self.matches, self._policies)
 
     def step(self) -> bool:
         """Play until a model has its batch, or for a short time; return False while there are batches to learn from."""
         if self._batches.ready():
             return False
-        matches, until = self._matches, time.monotonic() + _MAX_STEP_S
+        matches, until = self.matches, time.monotonic() + _MAX_STEP_S
         with self._policies.acting():
             while not self._batches.ready() and time.monotonic() < until:
                 try:
@@ -662,19 +719,19 @@ class MultiAgentSampler:
 
     def _complete_models(self) -> list[str]:
         """Models whose batch is complete."""
-        steps, settings = self._matches.complete_steps, self._settings
+        steps, settings = self.matches.complete_steps, self._settings
         if not settings.joint:
             return [model for model in steps if self._batch_is_complete(model)]
-        counted = max(self._matches.steps_since_batch.values()) if settings.by_env_steps else sum(steps.values()) / len(steps)
+        counted = max(self.matches.steps_since_batch.values()) if settings.by_env_steps else sum(steps.values()) / len(steps)
         return list(steps) if counted >= settings.batch_steps else []
 
     def _take_unreported_steps(self) -> int:
-        since = self._matches.env_steps - self._reported_steps
+        since = self.matches.env_steps - self._reported_steps
         self._reported_steps += since
         return since
 
     def _batch_is_complete(self, model: str) -> bool:
-        matches = self._matches
+        matches = self.matches
         if not self._settings.by_env_steps:
             return matches.complete_steps[model] >= self._settings.batch_steps
         if matches.steps_since_batch[model] < self._settings.batch_steps:
@@ -685,7 +742,7 @@ class MultiAgentSampler:
         return True
 
     def metrics(self) -> dict[str, float]:
-        matches = self._matches
+        matches = self.matches
         report: dict[str, float] = {"matches": float(matches.matches), "late_rewards": float(matches.late_rewards)}
         report |= {"env_steps": float(matches.env_steps), "agent_steps": float(matches.agent_steps)}
         if self.zero_sum:
@@ -699,23 +756,23 @@ class MultiAgentSampler:
 
     def close(self) -> None:
         """Close the seating, which may have results to report. The environments belong to the caller."""
-        close = getattr(self._matches.seat_agents, "close", None)
+        close = getattr(self.matches.seat_agents, "close", None)
         if close is not None:
             close()
 
     def unlearned_steps(self) -> int:
-        return self._matches.env_steps - self._batched_steps
+        return self.matches.env_steps - self._batched_steps
 
     def state(self) -> dict[str, Array]:
         """State for a resumed run; matches start anew."""
-        matches = self._matches
+        matches = self.matches
         counted = np.array([matches.matches, matches.env_steps, matches.agent_steps], np.int64)
         return {"generator": self._generator.get_state().numpy(), "counted": counted}
 
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(np.array(state["generator"])))
         if "counted" in state:
-            matches = self._matches
+            matches = self.matches
             matches.matches, matches.env_steps, matches.agent_steps = (int(count) for count in state["counted"])
             self._reported_steps = self._batched_steps = matches.env_steps
 
@@ -748,14 +805,14 @@ def play_matches(
     policies = PolicySet(all_sources, torch.Generator().manual_seed(seed), explore=not deterministic)
     played = list(range(n))  # the number of the current match of each copy, over all copies
 
-    def chosen(number: int) -> str:
+    def evaluated_agent(number: int) -> str:
         return agents[played[number] % len(agents)]
 
     def seat_agents(number: int) -> Seating:
         if opponent is None:
             return Seating(policy_mapping)
         others = {agent: f"opponent {agent}" if agent in opponent.policies else None for agent in agents}
-        return Seating({**others, chosen(number): policy_mapping[chosen(number)]})
+        return Seating({**others, evaluated_agent(number): policy_mapping[evaluated_agent(number)]})
 
     matches = MatchBatch(copies, policy_mapping, policies, {}, seed, seat_agents=seat_agents)
     returns: list[float] = []
@@ -771,8 +828,8 @@ def play_matches(
             cut += len(left)
             for number, match in [*matches.finished, *left]:
                 quota[number] = quota[number] - 1 if number in over else 0
-                returns.append(match.total if opponent is None else match.returns[chosen(number)])
-                outcomes.append((chosen(number), match.returns))
+                returns.append(match.total if opponent is None else match.returns[evaluated_agent(number)])
+                outcomes.append((evaluated_agent(number), match.returns))
                 lengths.append(match.steps)
                 played[number] += n
             matches.finished.clear()

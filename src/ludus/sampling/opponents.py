@@ -37,6 +37,15 @@ def win_shares(opponent: str, outcomes: Sequence[MatchOutcome]) -> dict[str, tup
     return {f"{result}/{opponent}": (float(count), float(len(outcomes))) for result, count in counts.items()} if outcomes else {}
 
 
+ZERO_SUM = "zero_sum"
+"""Name of the result of a match that tells whether its returns add up to 0."""
+
+
+def is_zero_sum(returns: Mapping[str, float]) -> bool:
+    largest = max((abs(gained) for gained in returns.values()), default=0.0)
+    return abs(sum(returns.values())) <= _ZERO_TOLERANCE * max(1.0, largest)
+
+
 class ZeroSum:
     """True if the matches so far were zero-sum: not all returns were 0, and the returns of all agents always added up to 0."""
 
@@ -48,6 +57,10 @@ class ZeroSum:
         return self._gained and self._balanced
 
     def add(self, returns: Mapping[str, float]) -> None:
-        largest = max((abs(gained) for gained in returns.values()), default=0.0)
-        self._gained |= largest > 0.0
-        self._balanced &= abs(sum(returns.values())) <= _ZERO_TOLERANCE * max(1.0, largest)
+        self._gained |= any(returns.values())
+        self._balanced &= is_zero_sum(returns)
+
+    def add_counts(self, balanced: float, matches: float) -> None:
+        """Count `matches` with returns other than 0, of which `balanced` added up to 0."""
+        self._gained |= matches > 0
+        self._balanced &= balanced == matches

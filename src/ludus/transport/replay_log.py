@@ -259,7 +259,7 @@ class _LogFiles:
         with _lock_directory(self.directory):
             left = self.limit_bytes - used_bytes(self.directory)
             while waiting:
-                if self._file is not None and (self._gone() or self._size + len(waiting[0]) > self._file_bytes):
+                if self._file is not None and (self._is_gone() or self._size + len(waiting[0]) > self._file_bytes):
                     self.finish()
                 parts = [self._file_header()] if self._file is None else []
                 size = sum(map(len, parts))
@@ -322,7 +322,7 @@ class _LogFiles:
                 return open(self._path, "xb", buffering=0)
         raise AssertionError("numbers do not end")
 
-    def _gone(self) -> bool:
+    def _is_gone(self) -> bool:
         """Whether the file was moved or deleted."""
         assert self._file is not None
         try:

@@ -6,6 +6,7 @@ The arrays of a block are views of the ring on both sides; gathering the learner
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ludus.transport.base import MemoryStats
 from ludus.transport.ring_buffer import ALIGN, RingReader, RingRecord, RingWriter, record_bytes
 
 _MAGIC = int.from_bytes(b"LUDBLOCK", "little")
-_HEAD = ALIGN  # four numbers: magic, checksum of the layout, finals, episodes
+_HEAD = ALIGN  # five numbers: magic, checksum of the layout, finals, episodes, environment steps + 1 (0: not counted)
 _EPISODES = ("episode_return", "episode_length")
 _NONE = {"episode_return": np.zeros(0, np.float32), "episode_length": np.zeros(0, np.int64)}
 
@@ -78,7 +79,8 @@ class BlockLayout:
         if episodes > self._episodes or len(segments.episode_length) != episodes:
             raise UsageError(f"{episodes} episodes cannot have ended in {self._episodes} steps.", "Was a block sealed twice?")
         head = buffer[:_HEAD].cast("Q")
-        head[0], head[1], head[2], head[3] = _MAGIC, self.checksum, segments.finals, episodes
+        env_steps = 0 if segments.env_steps is None else segments.env_steps + 1
+        head[0], head[1], head[2], head[3], head[4] = _MAGIC, self.checksum, segments.finals, episodes, env_steps
         if episodes:
             for name in _EPISODES:
                 self._places[name].view(_bytes_of(buffer))[:episodes] = getattr(segments, name)
@@ -95,50 +97,65 @@ class BlockLayout:
             raise Damaged("A record does not contain segments of this layout.", "Do both sides have the same spec?")
         if finals > self.spec.finals or episodes > self._episodes:
             raise Damaged(f"A record claims {finals} final observations and {episodes} episodes.")
-        segments.finals = finals
+        segments.finals, segments.env_steps = finals, head[4] - 1 if head[4] else None
         for name in _EPISODES:  # copies: metrics use them after the block is released
             setattr(segments, name, self._places[name].view(_bytes_of(buffer))[:episodes].copy() if episodes else _NONE[name])
         return segments
 
 
-def ring_capacity(layout: BlockLayout, blocks: int) -> int:
+class BlockLayouts:
+    """Layouts of the blocks of several models that share a ring. Every record has the size of the largest block."""
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._by_model = {layout.spec.model: layout for layout in layouts}
+        self._by_checksum = {layout.checksum: layout for layout in layouts}
+        self.models = tuple(self._by_model)
+        self.nbytes = max(layout.nbytes for layout in layouts)
+        """Size of a record."""
+
+    def of(self, model: str) -> BlockLayout:
+        return self._by_model[model]
+
+    def written_in(self, buffer: memoryview) -> BlockLayout:
+        """The layout of a sealed record. Raises Damaged."""
+        layout = self._by_checksum.get(buffer[:_HEAD].cast("Q")[1])
+        if layout is None:
+            raise Damaged("A record does not contain segments of this layout.", "Do both sides have the same spec?")
+        return layout
+
+
+def ring_capacity(layouts: BlockLayout | BlockLayouts, blocks: int) -> int:
     """Return the capacity of a ring for `blocks` blocks."""
-    return blocks * record_bytes(layout.nbytes)
+    return blocks * record_bytes(layouts.nbytes)
 
 
 class SharedWriter:
     """SegmentWriter of a ring, for one thread. Blocks are cached by their position in the ring."""
 
-    def __init__(self, ring: Path, layout: BlockLayout, wakeup: Path | None = None) -> None:
+    def __init__(self, ring: Path, layouts: BlockLayout | BlockLayouts, wakeup: Path | None = None) -> None:
         self.ring = RingWriter(ring, wakeup)
-        self._layout = layout
+        self._layouts = _as_layouts(layouts)
         self._blocks: dict[int, tuple[Segments, memoryview]] = {}
         self._held: tuple[Segments, memoryview] | None = None
 
-    def reserve(self, timeout_s: float) -> Segments | None:
+    def reserve(self, timeout_s: float, model: str | None = None) -> Segments | None:
         """Return a block to write into, or None if there is no room. Raises MemoryClosed.
 
-        One block at a time. It contains the data of its last use.
+        One block at a time. It contains the data of its last use. `model`: whose block; needed if the ring has several models.
         """
-        buffer = self.ring.reserve(self._layout.nbytes, timeout_s)
+        buffer = self.ring.reserve(self._layouts.nbytes, timeout_s)
         if buffer is None:
             return None
-        start = self.ring.reserved_at
-        if start not in self._blocks:
-            self._blocks[start] = self._fresh(buffer), buffer
+        start, layout = self.ring.reserved_at, self._layouts.of(model or self._layouts.models[0])
+        if start not in self._blocks or self._blocks[start][0].model != layout.spec.model:
+            self._blocks[start] = _clear_block(layout, buffer), buffer
         self._held = self._blocks[start]
         self._held[0].finals = 0
         return self._held[0]
 
-    def _fresh(self, buffer: memoryview) -> Segments:
-        np.frombuffer(buffer, np.uint8).fill(0)
-        block = self._layout.views(buffer)
-        block.action_mask.fill(True)
-        return block
-
     def commit(self, segments: Segments) -> None:
         _, buffer = self._check_held(segments, "committed")
-        self._layout.seal(segments, buffer)
+        self._layouts.of(segments.model).seal(segments, buffer)
         self._held = None
         self.ring.commit()
 
@@ -175,12 +192,23 @@ class SharedWriter:
         self.ring.close()
 
 
+def _as_layouts(layouts: BlockLayout | BlockLayouts) -> BlockLayouts:
+    return layouts if isinstance(layouts, BlockLayouts) else BlockLayouts([layouts])
+
+
+def _clear_block(layout: BlockLayout, buffer: memoryview) -> Segments:
+    np.frombuffer(buffer, np.uint8).fill(0)
+    block = layout.views(buffer)
+    block.action_mask.fill(True)
+    return block
+
+
 class SharedReader:
     """Reading half of a ring, for one thread. A taken block is a view of the ring, valid until it is released."""
 
-    def __init__(self, ring: Path, layout: BlockLayout) -> None:
+    def __init__(self, ring: Path, layouts: BlockLayout | BlockLayouts) -> None:
         self.ring = RingReader(ring)
-        self._layout = layout
+        self._layouts = _as_layouts(layouts)
         self._blocks: dict[int, Segments] = {}
         self._held: dict[int, tuple[Segments, RingRecord]] = {}
 
@@ -189,11 +217,12 @@ class SharedReader:
         record = self.ring.take()
         if record is None:
             return None
-        if record.start not in self._blocks:
-            if len(record.data) != self._layout.nbytes:
-                raise Damaged(f"A record of {len(record.data)} bytes where a block has {self._layout.nbytes}.")
-            self._blocks[record.start] = self._layout.views(record.data)
-        block = self._layout.refresh(self._blocks[record.start], record.data)
+        if len(record.data) != self._layouts.nbytes:
+            raise Damaged(f"A record of {len(record.data)} bytes where a block has {self._layouts.nbytes}.")
+        layout = self._layouts.written_in(record.data)
+        if record.start not in self._blocks or self._blocks[record.start].model != layout.spec.model:
+            self._blocks[record.start] = layout.views(record.data)
+        block = layout.refresh(self._blocks[record.start], record.data)
         self._held[id(block)] = block, record
         return block
 

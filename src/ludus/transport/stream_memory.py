@@ -70,8 +70,8 @@ class StreamWriter:
         """Whether a block is waiting to be sent."""
         return self._message is not None
 
-    def reserve(self, timeout_s: float) -> Segments | None:
-        """Return the block to write into, with its old content; None while the previous one cannot be sent."""
+    def reserve(self, timeout_s: float, model: str | None = None) -> Segments | None:
+        """Return the block to write into, with its old content; None while the previous one cannot be sent. `model`: there is one."""
         if self._reserved:
             raise ValueError("A block was reserved before the previous one was committed or abandoned.")
         if not self.flush(timeout_s):

@@ -112,7 +112,7 @@ class Sweep:
     def experiment_of(self, trial: TrialValues) -> dict[str, Any]:
         return _trial_data(self.data, trial.values, self.tune.cpus_per_trial)
 
-    def left(self, retry_failed: bool) -> list[TrialValues]:
+    def remaining_trials(self, retry_failed: bool) -> list[TrialValues]:
         return [t for t in self.trials if t.name not in self.ended or (retry_failed and self.ended[t.name] == "failed")]
 
     def save(self) -> None:
@@ -406,7 +406,7 @@ def _run(sweeps: Sequence[Sweep], options: SweepOptions, resumed: bool = False) 
 def _run_in_order(sweeps: Sequence[Sweep], options: SweepOptions, stack: contextlib.ExitStack) -> list[SweepResult]:
     results: list[SweepResult] = []
     began = time.monotonic()
-    if any(sweep.left(options.retry_failed) for sweep in sweeps):
+    if any(sweep.remaining_trials(options.retry_failed) for sweep in sweeps):
         stack.enter_context(_open_ray(options))
     startup_s = time.monotonic() - began
     for sweep in sweeps:
@@ -427,7 +427,7 @@ def _remove_empty_sweep(sweep: Sweep) -> None:
 
 
 def _run_one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
-    left = sweep.left(options.retry_failed)
+    left = sweep.remaining_trials(options.retry_failed)
     began = time.monotonic()
     if left:
         for trial in left:

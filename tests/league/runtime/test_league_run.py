@@ -144,7 +144,7 @@ def test_retired_players_and_those_that_left_the_file_do_not_train_and_meet_nobo
     run(tmp_path, data)
     before = read_state(tmp_path)
     assert submit_events(tmp_path, [PlayerRetired("hunter"), PlayerRetired("main.1")]) == []
-    players = {"main": {}, "hunter": {}}
+    players: dict[str, Any] = {"main": {}, "hunter": {}}
     state = run(tmp_path, data | {"players": players, "stop": {"timesteps": 1024}}).state
     assert [state.players[name].steps for name in ("hunter", "gone", "main")] == [256, 256, 512]
     assert state.players["gone"].retired

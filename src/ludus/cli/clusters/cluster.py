@@ -220,7 +220,7 @@ def _unreachable_head(orchestrator: SshOrchestrator, record: ClusterRecord) -> s
     entry = SshJobDir(orchestrator.directory / record.id)
     with suppress(OSError):  # the job was removed
         head = entry.settings().nodes[0].host
-        return head if head in entry.known().silent else ""
+        return head if head in entry.known_status().silent else ""
     return ""
 
 

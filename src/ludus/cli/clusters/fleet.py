@@ -85,7 +85,10 @@ def learner(
     }  # fmt: skip
     settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
     stops = parse_stop_values(stop or [])
-    given = (experiment, experiment_name, top, stops, settings, train.parse_mapping("--config", config), set_ or [])
+    options = train.ExperimentOptions(
+        config=train.parse_mapping("--config", config), top=top, stop=stops, settings=settings,
+        custom=custom_parameter or (), assignments=set_ or (),
+    )  # fmt: skip
     directory = remote_runs.directory_of(store)
     remote_runs.fetch(directory)
     runner = train.ExperimentRunner(printer, (None, None, None))
@@ -93,9 +96,8 @@ def learner(
     if began and source is None and top["env"] is None:
         from ludus.experiments.runs.run_dir import Run
 
-        options = {"config": config, "set": set_ or None, **settings, **top, "memory": None, "env": None}
-        others = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
-        if ignored := [name for name, value in others.items() if value is not None]:
+        given = {"config": config, "set": set_ or None, **settings, **top, "memory": None, "env": None}
+        if ignored := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
             raise UsageError(
                 f"{store} already holds a run, which keeps its settings; {', '.join(ignored)} cannot be changed.",
                 "Name the environment or the file to see what differs, or leave the option out.",
@@ -103,7 +105,7 @@ def learner(
         data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
         name = str(data.pop("name"))
     else:
-        found = train.experiments_from(source, *given, custom=custom_parameter or (), say=printer)
+        found = train.experiments_from(source, options, experiment=experiment, name=experiment_name, say=printer)
         if len(found) > 1:
             raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
         ((name, data),) = found.items()

@@ -159,10 +159,13 @@ def parse_training(words: Sequence[str]) -> TrainingPlan:
     source = train.read_source(given["file"], given["preset"], given["level"])
     settings = {"num_workers": workers, "num_learners": given["num_learners"]}
     named = train.choose_environment(given["env"], given["env_option"], None)
-    found = train.experiments_from(
-        source, given["experiment"], given["experiment_name"], {"env": named}, {}, settings, train.parse_mapping("--config", given["config"]),
-        given["set_"] or [], custom=given["custom_parameter"] or (), say=lambda sentence: None,
+    options = train.ExperimentOptions(
+        config=train.parse_mapping("--config", given["config"]), top={"env": named}, settings=settings,
+        custom=given["custom_parameter"] or (), assignments=given["set_"] or (),
     )  # fmt: skip
+    found = train.experiments_from(
+        source, options, experiment=given["experiment"], name=given["experiment_name"], say=lambda sentence: None
+    )
     configs = [_config(data) for data in found.values()]
     every = [config.get("num_workers") for config in configs]
     shared = next((n for config in configs if (n := config.get("num_learners"))), None)

@@ -19,6 +19,7 @@ from ludus.cli.output import Printer, print_error, runnable
 from ludus.cli.training import coach_options, presets
 from ludus.cli.training import options as o
 from ludus.errors import LudusError, UsageError
+from ludus.experiments.source.experiment_source import ExperimentOptions as ExperimentOptions
 from ludus.experiments.source.experiment_source import Experiments, ExperimentSource
 from ludus.experiments.source.experiment_source import experiments_from as experiments_from
 from ludus.experiments.source.experiment_source import read_source as read_source
@@ -154,10 +155,12 @@ def train(
     top["env"] = named
     source = read_source(file, preset, level or (named if preset is not None else None))
     changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *coach.overrides()]
-    found = experiments_from(
-        source, experiment, experiment_name, top, stops, settings, parse_mapping("--config", config), [*changes, *(set_ or [])],
-        custom=custom_parameter or (), say=Printer(quiet=True, as_json=json_) if distributed else printer,  # the learner prints the notices
+    options = ExperimentOptions(
+        config=parse_mapping("--config", config), top=top, stop=stops, settings=settings,
+        custom=custom_parameter or (), assignments=[*changes, *(set_ or [])],
     )  # fmt: skip
+    say = Printer(quiet=True, as_json=json_) if distributed else printer  # the learner prints the notices
+    found = experiments_from(source, options, experiment=experiment, name=experiment_name, say=say)
     if until_solved:
         changes += [coach_options.stop_when_solved(data) for data in found.values()]
     if distributed:

@@ -82,7 +82,15 @@ def tune(
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
     """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
-    from ludus.cli.training.train import experiments_from, job_note, log_at, parse_mapping, parse_workers, read_source
+    from ludus.cli.training.train import (
+        ExperimentOptions,
+        experiments_from,
+        job_note,
+        log_at,
+        parse_mapping,
+        parse_workers,
+        read_source,
+    )
     from ludus.config.overrides import parse_stop_values
 
     log_at(2 if debug else 0)
@@ -113,9 +121,10 @@ def tune(
 
         add_search_directory(source.parent)
     stops = parse_stop_values(stop or [])
-    found = experiments_from(
-        source, experiment, experiment_name, top, stops, settings, parse_mapping("--config", config), set_ or []
+    options = ExperimentOptions(
+        config=parse_mapping("--config", config), top=top, stop=stops, settings=settings, assignments=set_ or ()
     )
+    found = experiments_from(source, options, experiment=experiment, name=experiment_name)
     for data in found.values():
         chosen = {name: value for name, value in section.items() if value is not None}
         if chosen:

@@ -176,6 +176,8 @@ class FleetBatches:
         parts = [received.segments for received in self._held]
         self._batch.episode_return = np.concatenate([part.episode_return for part in parts])
         self._batch.episode_length = np.concatenate([part.episode_length for part in parts])
+        counted = [part.env_steps for part in parts if part.env_steps is not None]
+        self._batch.env_steps = sum(counted) if counted else None
         return self._batch
 
     def release(self, segments: Segments) -> None:
@@ -231,9 +233,11 @@ class RedisFleet:
         settings: BatchSettings,
         *,
         announce: Announce | None = None,
+        more_metrics: Callable[[], dict[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`memory`: URL of the message stream."""
+        """`memory`: URL of the message stream. `more_metrics`: what is reported besides."""
+        self._more_metrics = more_metrics
         self._spec, self._run, self._weights = spec, run, weights
         self._announce, self._clock = announce, clock
         self._roster = WorkerRoster(self._erase_presence)
@@ -393,6 +397,7 @@ class RedisFleet:
             "fleet/publish_failures": float(publisher.failures),
             "fleet/unavailable_s": float(reader.unavailable_total_s),
             "memory/waiting": float(self.batches.waiting),
+            **self._more_metrics(),
         }
 
     def has_sampled(self) -> bool:

@@ -17,7 +17,7 @@ import ludus
 from ludus.errors import Damaged, IncompatibleCheckpoint
 from ludus.storage.safe_read import parse_json
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the spec, notices and messages; others are refused."""
 
 SPEC = "fleet/orders.json"
@@ -52,6 +52,8 @@ class WorkerSpec:
     forgiving: bool = False
     device: str = "cpu"
     self_play: Mapping[str, Any] = field(default_factory=dict)
+    matches: Mapping[str, Any] | None = None
+    """Of environments with several agents: `MatchSpec`; None with one agent."""
     protocol: int = PROTOCOL
     ludus: str = ludus.__version__
 
@@ -81,6 +83,37 @@ class WorkerSpec:
             spec = cls(**{**plain, "wrappers": tuple(plain["wrappers"])})
             if plain.keys() != names or not (spec.channel and spec.env):
                 raise ValueError(f"it has the keys {sorted(plain)}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"{SPEC} is damaged: {error!r}.") from error
+        return spec
+
+
+@dataclass(frozen=True)
+class MatchSpec:
+    """What a worker needs besides if the environment has several agents, which one policy plays."""
+
+    policy_mapping: Mapping[str, str]
+    """Agent → model, the same for all."""
+    settings: Mapping[str, Any]
+    """Of `MultiAgentSettings`."""
+    rows: int
+    results: tuple[str, ...]
+    separate_rows: bool
+
+    @property
+    def model(self) -> str:
+        return next(iter(self.policy_mapping.values()))
+
+    def encode(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, plain: Mapping[str, Any]) -> MatchSpec:
+        """Raises Damaged."""
+        try:
+            spec = cls(**{**plain, "results": tuple(map(str, plain["results"]))})
+            if not spec.policy_mapping or not isinstance(spec.rows, int) or spec.rows < 1:
+                raise ValueError("it has no agents or no rows")
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{SPEC} is damaged: {error!r}.") from error
         return spec

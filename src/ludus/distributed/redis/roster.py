@@ -9,7 +9,7 @@ from typing import Any
 
 from ludus.distributed.redis.messages import PRESENCE, Presence
 from ludus.distributed.redis.worker import BEAT_S
-from ludus.distributed.sampling_pool import COUNTERS
+from ludus.distributed.sampling_plan import STEP_COUNTERS
 from ludus.errors import Damaged
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ SILENT_S = 5 * BEAT_S
 
 _SILENT = "has fallen silent"
 _REMEMBERED = 4096  # workers that left, whose counters are replaced if they come back
-_COUNTED = (*COUNTERS, "dropped")
+_COUNTED = (*STEP_COUNTERS, "dropped")
 
 
 @dataclass
@@ -117,7 +117,7 @@ class WorkerRoster:
                 "pid": worker.presence.pid,
                 "restarts": 0,
                 "error": worker.presence.why,
-                **{counter: getattr(worker.presence, counter) for counter in COUNTERS},
+                **{counter: getattr(worker.presence, counter) for counter in STEP_COUNTERS},
             }
             for name, worker in sorted(self._workers.items())
         ]

@@ -21,16 +21,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+import gymnasium as gym
 import numpy as np
 import torch
 
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core import renamed, spaces, trust
+from ludus.distributed.match_blocks import MatchBlockSampler, MatchPlan, PinnedSource
 from ludus.distributed.redis.messages import (
     END,
     NOTICE,
     PRESENCE,
     SPEC,
+    MatchSpec,
     Presence,
     WeightsNotice,
     WorkerSpec,
@@ -38,6 +41,7 @@ from ludus.distributed.redis.messages import (
     weights_key,
 )
 from ludus.distributed.watched_thread import WatchedThread
+from ludus.envs.pettingzoo import make_match, network_spaces
 from ludus.envs.vector_env import Environments, make_environments
 from ludus.errors import (
     Damaged,
@@ -52,10 +56,13 @@ from ludus.errors import (
 from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
+from ludus.models.weights.version_store import PolicySource
 from ludus.process.host import keep_freed_memory
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
+from ludus.sampling.multi_agent import EnvCopies, MultiAgentSettings
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
+from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.storage.base import Store, open_store
 from ludus.transport.message_stream import MessageStream, open_message_stream
@@ -193,7 +200,7 @@ class FleetWorker:
                 self._presence = replace(self._presence, state="refused", why=str(error))
                 follower.leave(keep=True)
                 raise
-            layout = BlockLayout(segment_spec(policy, environments, spec.steps), spec.num_envs)
+            layout = self._layout_of(spec, environments, policy)
             self._report(f"worker {self._options.name}: {spec.num_envs} × {spec.env} for {self._store.url}")
             writer = StreamWriter(
                 stream,
@@ -216,7 +223,12 @@ class FleetWorker:
                 follower.leave(keep=True)
                 raise
 
-    def _make_environments(self, spec: WorkerSpec) -> Environments:
+    def _make_environments(self, spec: WorkerSpec) -> Environments | EnvCopies:
+        if spec.matches is not None:
+            return EnvCopies(
+                lambda: make_match(spec.env, spec.env_config, wrappers=spec.wrappers), spec.num_envs,
+                forgiving=spec.forgiving, beat=self._on_step,
+            )  # fmt: skip
         environments = make_environments(
             spec.env, spec.num_envs, spec.env_config,
             preprocess=PreprocessConfig(**spec.preprocess), wrappers=spec.wrappers, forgiving=spec.forgiving,
@@ -224,21 +236,41 @@ class FleetWorker:
         environments.reset(spec.seed)  # only after a reset is it known whether it masks actions
         return environments
 
-    def _make_policy(self, spec: WorkerSpec, environments: Environments) -> Policy:
+    def _make_policy(self, spec: WorkerSpec, environments: Environments | EnvCopies) -> Policy:
         """The policy of the spec. Raises IncompatibleCheckpoint when the environment here differs from the learner's."""
-        for what in ("observation_space", "action_space"):
-            here, there = spaces.to_json(getattr(environments, what)), spec.description[what]
-            if here != there:
-                raise IncompatibleCheckpoint(
-                    f"{spec.env} has another {what.replace('_', ' ')} here: {here}; the learner's is {there}.",
-                    "Install the same version of the environment, with the same files.",
-                )
-        if environments.masked != spec.masked:
-            raise IncompatibleCheckpoint(f"{spec.env} masks actions on one side only.", "Install the same version of it.")
+        if isinstance(environments, EnvCopies):
+            self._check_agents(spec, environments)
+        else:
+            _check_spaces(spec, environments.observation_space, environments.action_space)
+            if environments.masked != spec.masked:
+                raise IncompatibleCheckpoint(f"{spec.env} masks actions on one side only.", "Install the same version of it.")
         return copy_for_acting(serialization.policy_from(spec.description), parse_device(spec.device, "inference_device"))
 
+    @staticmethod
+    def _check_agents(spec: WorkerSpec, copies: EnvCopies) -> None:
+        matches = MatchSpec.decode(spec.matches or {})
+        if list(copies[0].agents) != list(matches.policy_mapping):
+            raise IncompatibleCheckpoint(
+                f"{spec.env} has the agents {', '.join(copies[0].agents)} here; the learner's has {', '.join(matches.policy_mapping)}.",
+                "Install the same version of the environment, with the same files.",
+            )
+        for agent in matches.policy_mapping:
+            _check_spaces(spec, *network_spaces(copies[0], agent, central=bool(matches.settings["central"])))
+
+    @staticmethod
+    def _layout_of(spec: WorkerSpec, environments: Environments | EnvCopies, policy: Policy) -> BlockLayout:
+        if isinstance(environments, EnvCopies):
+            plan = _match_plan(spec, policy)
+            return BlockLayout(plan.specs[0], plan.rows)
+        return BlockLayout(segment_spec(policy, environments, spec.steps), spec.num_envs)
+
     def _sample(
-        self, spec: WorkerSpec, environments: Environments, policy: Policy, writer: StreamWriter, follower: _Follower
+        self,
+        spec: WorkerSpec,
+        environments: Environments | EnvCopies,
+        policy: Policy,
+        writer: StreamWriter,
+        follower: _Follower,
     ) -> None:
         source = _FollowedSource(policy, follower)
 
@@ -251,14 +283,22 @@ class FleetWorker:
         environments.beat = beat
         name = int.from_bytes(self._options.name.encode(), "little")
         seed = int(np.random.SeedSequence((spec.seed, name)).generate_state(1)[0]) % (1 << 30)
-        facing = with_past_opponents(environments, source, SelfPlayConfig(**spec.self_play), seed)
+        self_play = SelfPlayConfig(**spec.self_play)
+        self._wait_for_weights(follower, spec.in_turn, -1, 0, writer, beat)  # self-play begins with the first version
+        sampler: Sampler | _FleetMatchSampler
+        if isinstance(environments, EnvCopies):
+            sampler = _FleetMatchSampler(
+                environments, _match_plan(spec, policy), source, writer, seed, self_play, Interruption(beat)
+            )
+        else:
+            facing = with_past_opponents(environments, source, self_play, seed)
 
-        def timesteps(version: int) -> int:
-            return 0 if follower.notice is None else follower.notice.timesteps
+            def timesteps(version: int) -> int:
+                return 0 if follower.notice is None else follower.notice.timesteps
 
-        sampler = Sampler(
-            environments, facing, writer, seed, interruption=Interruption(beat), explore=spec.explore, timesteps=timesteps
-        )
+            sampler = Sampler(
+                environments, facing, writer, seed, interruption=Interruption(beat), explore=spec.explore, timesteps=timesteps
+            )
         self._times = sampler.times
         weights_s = blocked_s = 0.0
         with_version, made, blocks = -1, 0, 0
@@ -324,6 +364,57 @@ class FleetWorker:
         log.info("%s", sentence)
         if self._announce is not None:
             self._announce(sentence)
+
+
+def _check_spaces(spec: WorkerSpec, observation: gym.Space[Any], action: gym.Space[Any]) -> None:
+    for what, space in (("observation_space", observation), ("action_space", action)):
+        here, there = spaces.to_json(space), spec.description[what]
+        if here != there:
+            raise IncompatibleCheckpoint(
+                f"{spec.env} has another {what.replace('_', ' ')} here: {here}; the learner's is {there}.",
+                "Install the same version of the environment, with the same files.",
+            )
+
+
+def _match_plan(spec: WorkerSpec, policy: Policy) -> MatchPlan:
+    """Raises Damaged."""
+    matches = MatchSpec.decode(spec.matches or {})
+    return MatchPlan(
+        policy_mapping=matches.policy_mapping,
+        descriptions={matches.model: spec.description},
+        specs=(replace(session_spec(policy, spec.steps, matches.model), results=matches.results),),
+        rows=matches.rows,
+        settings=MultiAgentSettings(**matches.settings),
+        separate_rows=matches.separate_rows,
+    )
+
+
+class _FleetMatchSampler:
+    """Matches of one policy, whose version changes between two batches."""
+
+    def __init__(
+        self,
+        copies: EnvCopies,
+        plan: MatchPlan,
+        source: PolicySource,
+        writer: StreamWriter,
+        seed: int,
+        self_play: SelfPlayConfig,
+        interruption: Interruption,
+    ) -> None:
+        self._source = PinnedSource(source)
+        self._sampler = MatchBlockSampler(
+            copies, plan, {plan.specs[0].model: self._source}, writer, seed, self_play=self_play, interruption=interruption
+        )
+
+    @property
+    def times(self) -> SamplerTimes:
+        return self._sampler.times
+
+    def step(self, timeout_s: float) -> bool:
+        if self._sampler.is_between_batches():
+            self._source.refresh()
+        return self._sampler.step(timeout_s)
 
 
 class _FollowedSource:

@@ -55,7 +55,7 @@ class Lineups:
                 self._turns = self._fixed
 
     @property
-    def named(self) -> set[Hero]:
+    def possible_heroes(self) -> set[Hero]:
         """All heroes that may play."""
         return set(self._heroes) | {hero for lineup in self._fixed for camp in lineup for hero in camp}
 

@@ -54,14 +54,14 @@ class PreparedRun:
     """Counters and random numbers continue from `before` as well."""
 
     @property
-    def resumed(self) -> Checkpoint | None:
+    def resumed_checkpoint(self) -> Checkpoint | None:
         """The checkpoint of this run that it continues from."""
         return self.before if self.counting_on else None
 
     @property
     def timesteps(self) -> int:
         """Timesteps of earlier parts of the run."""
-        return 0 if self.resumed is None else int(self.resumed.state["progress"]["timesteps"])
+        return 0 if self.resumed_checkpoint is None else int(self.resumed_checkpoint.state["progress"]["timesteps"])
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def add_controller(
     stack.own(evaluate)
     resolved, run, pool = prepared.resolved, learning.run, learning.pool
     e, config = resolved.experiment, resolved.config
-    if prepared.resumed is not None:
-        trainer.load_progress(prepared.resumed.state["progress"])
-        source.load_state(prepared.resumed.sampler)
+    if prepared.resumed_checkpoint is not None:
+        trainer.load_progress(prepared.resumed_checkpoint.state["progress"])
+        source.load_state(prepared.resumed_checkpoint.sampler)
     incarnation = pool.incarnation(pool.names()[0])
     if incarnation > 1:
         pool.confirm()  # another trainer may have been writing until now

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
 from ludus.buffers.segment_validation import SegmentValidator
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.redis.learner import BatchSettings, FleetRun, PublishedWeights, RedisFleet, channel_of
@@ -14,6 +18,7 @@ from ludus.distributed.redis.messages import WorkerSpec
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.components import (
     ComponentStack,
+    LearningRun,
     PreparedRun,
     RunHooks,
     TrainingComponents,
@@ -22,7 +27,6 @@ from ludus.experiments.assembly.components import (
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.worker_training import (
-    EnvironmentShape,
     blocks_of,
     make_clock,
     make_sampled_policy,
@@ -33,7 +37,6 @@ from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import segment_spec
 from ludus.transport.message_stream import MAX_MESSAGE
 from ludus.transport.shared_memory import BlockLayout
@@ -52,7 +55,14 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     learning = open_learning_run(prepared, {DEFAULT_MODEL: policy}, stack)
     run, pool = learning.run, learning.pool
 
-    fleet = stack.own(_make_fleet(prepared, hooks, shape, policy, pool, run))
+    layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
+    spec = replace(worker_spec(prepared, policy, run, blocks_of(config)), masked=shape.masked)
+    validator = SegmentValidator(shape.observation_space, shape.action_space, layout.spec)
+    blocks = BatchSettings(layout, blocks_of(config), max_block_age(config), validator.find_error)
+    clock_of_versions = make_clock(config, pool.newest(DEFAULT_MODEL)[1], prepared.timesteps)
+    fleet = stack.own(
+        open_fleet(prepared, hooks, learning, spec, blocks, lambda: newest_weights(pool), clock_of_versions.timesteps)
+    )
     trainer = Trainer(
         learning.algorithms,
         whole_episodes(fleet.batches, config),
@@ -64,53 +74,59 @@ def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     return add_controller(prepared, hooks, stack, learning, fleet, trainer, evaluation)
 
 
-def _make_fleet(
-    prepared: PreparedRun, hooks: RunHooks, shape: EnvironmentShape, policy: Policy, pool: LocalVersionStore, run: Run
-) -> RedisFleet:
-    resolved, before = prepared.resolved, prepared.before
-    e, config = resolved.experiment, resolved.config
-    in_turn = config.sampling != "async"
-    layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
-    if layout.nbytes > MAX_MESSAGE:
-        raise ConfigError(
-            f"A segment of {shape.num} environments × {config.steps} steps has {layout.nbytes >> 20} MB, and a message may have "
-            f"{MAX_MESSAGE >> 20}.",
-            "Use fewer num_envs_per_worker, or a shorter rollout_fragment_length.",
-        )
-    blocks = blocks_of(config)
-    spec = WorkerSpec(
+def worker_spec(prepared: PreparedRun, policy: Policy, run: Run, blocks: int) -> WorkerSpec:
+    """What the workers of the fleet are told. `blocks`: in a batch."""
+    e, config = prepared.resolved.experiment, prepared.resolved.config
+    return WorkerSpec(
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),
         room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
         env=e.env,
         env_config=config.env_config,
         preprocess=config.preprocess.model_dump(mode="json"),
         wrappers=tuple(config.wrappers),
-        num_envs=shape.num,
+        num_envs=config.num_envs_per_worker,
         steps=config.steps,
         description=policy.description(),
-        masked=shape.masked,
+        masked=False,
         seed=config.seed,
-        in_turn=in_turn,
+        in_turn=config.sampling != "async",
         explore=config.explore,
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
         self_play=config.self_play.model_dump(mode="json"),
     )
-    clock = make_clock(config, pool.newest(DEFAULT_MODEL)[1], prepared.timesteps)
+
+
+def max_block_age(config: AlgorithmConfig) -> int | None:
+    """Updates after which a block is too old to learn from."""
+    return 0 if config.sampling != "async" and not config.replays else config.max_lag
+
+
+def open_fleet(
+    prepared: PreparedRun,
+    hooks: RunHooks,
+    learning: LearningRun,
+    spec: WorkerSpec,
+    blocks: BatchSettings,
+    latest: Callable[[], tuple[int, Mapping[str, Array]]],
+    timesteps: Callable[[int], int],
+    more_metrics: Callable[[], dict[str, float]] = dict,
+) -> RedisFleet:
+    """`latest`: newest version and weights. `timesteps`: version → timesteps of training. Raises ConfigError if blocks are too large."""
+    if blocks.layout.nbytes > MAX_MESSAGE:
+        raise ConfigError(
+            f"A segment of {spec.num_envs} environments × {spec.steps} steps has {blocks.layout.nbytes >> 20} MB, and a message may "
+            f"have {MAX_MESSAGE >> 20}.",
+            "Use fewer num_envs_per_worker, or a shorter rollout_fragment_length.",
+        )
+    run, pool, before = learning.run, learning.pool, prepared.before
+    model = pool.names()[0]
     return RedisFleet(
-        e.memory,
+        prepared.resolved.experiment.memory,
         spec,
-        FleetRun(run.store, pool.incarnation(DEFAULT_MODEL), lambda: run.status == "finished", pool.confirm),
-        PublishedWeights(
-            lambda: newest_weights(pool),
-            resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
-            timesteps=clock.timesteps,
-        ),
-        BatchSettings(
-            layout,
-            blocks,
-            max_age=0 if in_turn and not config.replays else config.max_lag,
-            inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
-        ),
+        FleetRun(run.store, pool.incarnation(model), lambda: run.status == "finished", pool.confirm),
+        PublishedWeights(latest, before.state["models"][model]["version"] if before else None, timesteps),
+        blocks,
         announce=hooks.announce,
+        more_metrics=more_metrics,
     )

@@ -63,7 +63,7 @@ def open_learning_run(
     run.write_meta(threads_of(next(iter(policies.values())), resolved.config))
     for name, policy in policies.items():
         algorithms[name] = _distribute(algorithms[name], policy, configs[name], run, stack, name)
-    began = checkpoint.resume_origin(run.store, prepared.resumed)
+    began = checkpoint.resume_origin(run.store, prepared.resumed_checkpoint)
     check_newest = functools.partial(checkpoint.check_newest, run.store, began)
     pool = stack.own(LocalVersionStore(run.store, {checkpoint.BEGUN_FROM: began}, check_newest))
     run.guard = pool.check

@@ -16,7 +16,7 @@ from ludus.experiments.assembly.components import (
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import largest_seen, make_run_policy
+from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.models.devices import copy_for_acting, parse_device
@@ -42,7 +42,7 @@ def assemble_local(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
         environments.reset(seed)  # only a reset shows whether they mask actions
 
     spaces = environments.observation_space, environments.action_space
-    policy = make_run_policy(*spaces, config, before, look=lambda: largest_seen(e.env, config), announce=hooks.announce)
+    policy = make_run_policy(*spaces, config, before, look=lambda: measure_largest_values(e.env, config), announce=hooks.announce)
     policy = copy_for_acting(policy, parse_device(config.inference_device, "inference_device"))
     check_memory(resolved, policy)
 

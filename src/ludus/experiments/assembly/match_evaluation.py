@@ -10,7 +10,7 @@ import gymnasium as gym
 
 from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
 from ludus.envs import pettingzoo
-from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space
+from ludus.envs.pettingzoo import MultiAgentMatch, network_spaces
 from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import warn_truncated_episodes
@@ -46,11 +46,7 @@ def assign_agents(match: MultiAgentMatch, section: MultiAgentConfig) -> AgentAss
     """The assignment of a resolved configuration. With a centralised value, networks also take the state of the whole match."""
     assert isinstance(section.policy_mapping, Mapping)
     agents = dict(section.policy_mapping)
-    whole = CentralState(match.agents, match.state_space).space if section.centralized_value else None
-    spaces = {}
-    for agent, policy in agents.items():
-        own = match.agents[agent]
-        spaces[policy] = (own.observation if whole is None else central_space(own.observation, whole), own.action)
+    spaces = {policy: network_spaces(match, agent, central=section.centralized_value) for agent, policy in agents.items()}
     return AgentAssignment(agents, {policy: spaces[policy] for policy in section.names()})
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
 from ludus.config.schema import AlgorithmConfig
+from ludus.core.types import SegmentSpec
 from ludus.experiments.assembly.components import (
     ComponentStack,
     PreparedRun,
@@ -25,17 +26,16 @@ from ludus.experiments.assembly.match_evaluation import (
     make_match,
 )
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import largest_seen_of_agents, make_run_policy
+from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values_of_agents
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.byte_scales import LargestValues
 from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy
 from ludus.sampling.match_opponents import result_names, seat_self_play
-from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings
+from ludus.sampling.multi_agent import EnvCopies, MultiAgentSampler, MultiAgentSettings, match_batches
 from ludus.sampling.sampler import Interruption
 from ludus.sampling.segment_recorder import session_spec
-from ludus.transport.local import LocalMemory
 
 
 def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
@@ -58,19 +58,13 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     opponent = find_opponent(assignment, config)
 
     each = {name: policy_config(resolved.algorithm.Config, config, name) for name in section.names()}
-    policies = _make_policies(assignment, each, prepared, hooks)
+    policies = make_policies(assignment, each, prepared, hooks)
     check_memory(resolved, policies)
 
     learning = open_learning_run(prepared, policies, stack, each)
 
-    batches = stack.own(_make_batches(policies, copies, config))
-    settings = MultiAgentSettings(
-        config.train_batch_size,
-        by_env_steps=section.count_steps_by == "env_steps",
-        central=section.centralized_value,
-        explore=config.explore,
-        smoothing=config.metrics_num_episodes_for_smoothing,
-    )
+    settings = sampling_settings(config, config.train_batch_size)
+    batches = stack.own(match_batches(trained_specs(policies, config), settings, copies))
     seed, sources = prepared.environment_seed, {name: learning.pool.source(name) for name in assignment.spaces}
     seating = None
     if config.self_play.opponents is not None:
@@ -91,7 +85,18 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     return add_controller(prepared, hooks, stack, learning, sampler, trainer, evaluation)
 
 
-def _make_policies(
+def sampling_settings(config: AlgorithmConfig, batch_steps: int) -> MultiAgentSettings:
+    assert config.multiagent is not None
+    return MultiAgentSettings(
+        batch_steps,
+        by_env_steps=config.multiagent.count_steps_by == "env_steps",
+        central=config.multiagent.centralized_value,
+        explore=config.explore,
+        smoothing=config.metrics_num_episodes_for_smoothing,
+    )
+
+
+def make_policies(
     assignment: AgentAssignment, each: Mapping[str, AlgorithmConfig], prepared: PreparedRun, hooks: RunHooks
 ) -> dict[str, Policy]:
     env, config, before = prepared.resolved.experiment.env, prepared.resolved.config, prepared.before
@@ -100,7 +105,7 @@ def _make_policies(
 
     @functools.cache
     def largest_values() -> dict[str, LargestValues]:
-        return largest_seen_of_agents(lambda: make_match(env, config), assignment.agents, config.seed, central=central)
+        return measure_largest_values_of_agents(lambda: make_match(env, config), assignment.agents, config.seed, central=central)
 
     policies = {}
     for name, spaces in assignment.spaces.items():
@@ -110,13 +115,9 @@ def _make_policies(
     return policies
 
 
-def _make_batches(policies: Mapping[str, Policy], copies: EnvCopies, config: AlgorithmConfig) -> MatchBatches:
-    """Blocks for all that may be recorded until a batch is complete, even in segments of one step."""
+def trained_specs(policies: Mapping[str, Policy], config: AlgorithmConfig) -> list[SegmentSpec]:
+    """Specs of the segments of the policies that are trained."""
     assert config.multiagent is not None
     trained = config.multiagent.policies_to_train or list(policies)
-    agents = len(copies[0].agents)
-    per_step = agents if config.multiagent.count_steps_by == "env_steps" else 1  # decisions in one counted step
-    blocks = config.train_batch_size * per_step + 4 * len(copies) * agents + 16
-    specs = {name: session_spec(policies[name], config.steps, name) for name in trained}
     results = result_names(config.self_play)
-    return MatchBatches({name: LocalMemory(replace(spec, results=results), 1, blocks) for name, spec in specs.items()})
+    return [replace(session_spec(policies[name], config.steps, name), results=results) for name in trained]

@@ -163,7 +163,7 @@ def choose_scales(
     return byte_scales.non_default_scales(choice)
 
 
-def largest_seen(env: str, config: AlgorithmConfig) -> LargestValues:
+def measure_largest_values(env: str, config: AlgorithmConfig) -> LargestValues:
     """The largest value in each uint8 part of the observations in random play, which ends early if the environment fails."""
     from ludus.envs.pettingzoo import sample_action
 
@@ -186,7 +186,7 @@ def largest_seen(env: str, config: AlgorithmConfig) -> LargestValues:
     return largest
 
 
-def largest_seen_of_agents(
+def measure_largest_values_of_agents(
     make: Callable[[], MultiAgentMatch], agents: Mapping[str, str], seed: int, *, central: bool
 ) -> dict[str, LargestValues]:
     """The same by model, in matches of several agents. `central`: of the agents' own observations."""

@@ -21,7 +21,8 @@ from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.publishing_pool import PublishingPool
-from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPlan, SamplingPool, SingleNode
+from ludus.distributed.sampling_plan import SamplingPlan
+from ludus.distributed.sampling_pool import LocalNode, SamplingNodes, SamplingPool, SingleNode
 from ludus.envs.vector_env import make_environments
 from ludus.envs.wrappers import wrapper_names
 from ludus.experiments.assembly.components import (
@@ -34,7 +35,7 @@ from ludus.experiments.assembly.components import (
 )
 from ludus.experiments.assembly.learners import open_learning_run
 from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.policies import largest_seen, make_run_policy
+from ludus.experiments.assembly.policies import make_run_policy, measure_largest_values
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.resolve import Announce, ClusterOptions
@@ -46,7 +47,7 @@ from ludus.sampling.sampler import VersionClock, segment_spec
 _STEADY_S = 1.0
 """A worker that has sampled for this long is replaced at once when it dies, however often that happened before."""
 
-_BATCHES_AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
+BATCHES_AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
 
 
 @dataclass
@@ -68,7 +69,7 @@ def assemble_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentSta
     clock = RunClock(e.stop.time_s)
     stop = StopCheck(hooks.interrupted, clock)
 
-    connect = _cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
+    connect = cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
     shape = probe_environment(e.env, config, stop)
     policy = make_sampled_policy(shape, prepared, hooks)
 
@@ -110,7 +111,7 @@ def make_sampled_policy(shape: EnvironmentShape, prepared: PreparedRun, hooks: R
     """The policy for environments that other processes step. Raises ConfigError when the run needs too much memory."""
     env, config, before = prepared.resolved.experiment.env, prepared.resolved.config, prepared.before
     spaces = shape.observation_space, shape.action_space
-    policy = make_run_policy(*spaces, config, before, look=lambda: largest_seen(env, config), announce=hooks.announce)
+    policy = make_run_policy(*spaces, config, before, look=lambda: measure_largest_values(env, config), announce=hooks.announce)
     check_memory(prepared.resolved, policy)
     return policy
 
@@ -148,21 +149,30 @@ def make_plan(
         spec=segment_spec(policy, shape, config.steps),
         seed=seed,
         first_version=first_version,
-        ahead=_BATCHES_AHEAD[config.sampling],
+        ahead=BATCHES_AHEAD[config.sampling],
         slots=config.blocks_ahead,
         hang_s=config.worker_hang_s,
-        restart=WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
+        restart=worker_restart(config),
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        code_bundle=CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
+        code_bundle=code_bundle_of(env, config),
     )
 
 
-def _cluster_nodes(
+def worker_restart(config: AlgorithmConfig) -> WorkerRestart:
+    return WorkerRestart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S)
+
+
+def code_bundle_of(env: str, config: AlgorithmConfig) -> CodeBundle:
+    """Code of the user's script that workers need."""
+    return CodeBundle.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+
+
+def cluster_nodes(
     options: ClusterOptions | None, announce: Announce | None, stack: ComponentStack
 ) -> Callable[[SamplingPlan, Path, Path], SamplingNodes]:
     """Connect to the Ray cluster, if there is one. Returns the function that starts workers on its nodes, or on this machine."""
@@ -177,9 +187,9 @@ def _cluster_nodes(
     return lambda plan, wakeup, logs: RayNodes(cluster, plan, wakeup, log_dir=logs, announce=announce)
 
 
-def newest_weights(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:
+def newest_weights(pool: LocalVersionStore, model: str = DEFAULT_MODEL) -> tuple[int, Mapping[str, Array]]:
     """The newest version and its weights, not copied: the next update changes them."""
-    policy, version = pool.newest(DEFAULT_MODEL)
+    policy, version = pool.newest(model)
     return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 

@@ -182,7 +182,7 @@ class Checkpointer:
             self._surplus.add(name)
         if self._judge_by_training:
             self.judge(progress.episode_return_mean, "training")
-        with self._postponed():
+        with self._retry_if_unavailable():
             self._best.write_pending()
             self.remove_old()
         log.info("checkpoint %s at %d timesteps", name, progress.timesteps)
@@ -214,7 +214,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Write a pending mark of the best checkpoint."""
         if self._best.pending is not None:
-            with self._postponed():  # the checkpoint itself is stored
+            with self._retry_if_unavailable():  # the checkpoint itself is stored
                 self.write_last()
 
     def judge(self, score: float, by: str, name: str | None = None) -> None:
@@ -225,7 +225,7 @@ class Checkpointer:
             if name is not None and self._best.is_beaten_by(score):
                 self._best.pending = BestRecord(name, score, by)
             return
-        with self._postponed():
+        with self._retry_if_unavailable():
             if self._best.is_beaten_by(score):
                 best = name or self.write()
                 self._best.pending = BestRecord(best, score, by)
@@ -251,7 +251,7 @@ class Checkpointer:
 
     def try_remove_old(self) -> None:
         if not self.is_store_failing:  # else with the next checkpoint
-            with self._postponed():
+            with self._retry_if_unavailable():
                 self.remove_old()
 
     def _remove_foreign(self) -> None:
@@ -299,7 +299,7 @@ class Checkpointer:
         return self._pool.keep(model)
 
     @contextlib.contextmanager
-    def _postponed(self) -> Iterator[None]:
+    def _retry_if_unavailable(self) -> Iterator[None]:
         """Training continues if the store is unavailable; what could not be stored is retried."""
         try:
             yield

@@ -39,7 +39,7 @@ class BackgroundEvaluation(Protocol):
     def busy(self) -> bool: ...
 
     @property
-    def interrupted(self) -> Callable[[], bool]: ...
+    def is_interrupted(self) -> Callable[[], bool]: ...
 
     def begin(self, iteration: int, checkpoint: str) -> None: ...
 
@@ -184,7 +184,7 @@ class EvaluationSchedule:
         deadline = time.monotonic() + LAST_EVALUATIONS_S
         while self._running is not None:
             up = self._trainer.clock.is_up(FINAL_EVALUATION_S)
-            if up or self._background.interrupted() or time.monotonic() >= deadline:
+            if up or self._background.is_interrupted() or time.monotonic() >= deadline:
                 self._mark_unfinished(f"of checkpoint {self._running.checkpoint} ")
                 break
             self.collect(_POLL_S)

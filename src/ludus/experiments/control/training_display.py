@@ -218,7 +218,7 @@ def progress_towards_stop(
     A target return is measured from `first_return`; it counts only where nothing else ends the run, since the time until it is
     reached cannot be estimated.
     """
-    found = [_counted(key, getattr(stop, key), numbers, rates) for key in _COUNTERS if getattr(stop, key) is not None]
+    found = [_counter_progress(key, getattr(stop, key), numbers, rates) for key in _COUNTERS if getattr(stop, key) is not None]
     if stop.time_s is not None:
         passed = numbers.get("time_s", 0.0)
         text = f"{format_duration(min(passed, stop.time_s))} of {format_duration(stop.time_s)}"
@@ -234,7 +234,7 @@ def progress_towards_stop(
     return StopProgress("episode_return_mean", 0.0 if math.isnan(share) else share, text, math.nan)
 
 
-def _counted(key: str, limit: float, numbers: Numbers, rates: RecentRates) -> StopProgress:
+def _counter_progress(key: str, limit: float, numbers: Numbers, rates: RecentRates) -> StopProgress:
     done, rate = numbers.get(key, 0.0), rates.rate(key)
     if math.isnan(rate) and numbers.get("time_s"):
         rate = done / numbers["time_s"]

@@ -119,7 +119,7 @@ class EvaluationPlan:
             )
 
 
-class Evaluation:
+class InlineEvaluation:
     """Evaluates in the training process, which waits. Has its own environments, policy and random state."""
 
     def __init__(
@@ -185,7 +185,7 @@ def warn_truncated_episodes(score: Score, env: str) -> None:
 
 def make_evaluation(
     resolved: ResolvedExperiment, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
-) -> Evaluation | EvaluationWorkers | None:
+) -> InlineEvaluation | EvaluationWorkers | None:
     """Raises ConfigError, EnvironmentFault if the environment of `evaluation_config` cannot be made."""
     config = resolved.config
     if not config.evaluation_duration:
@@ -217,7 +217,7 @@ def make_evaluation(
             notice(problem)
             plan = replace(plan, videos=0)
     if not config.evaluation_num_workers:
-        return Evaluation(plan, policy, stop, run.directory, notice)
+        return InlineEvaluation(plan, policy, stop, run.directory, notice)
     from ludus.experiments.evaluation.evaluation_workers import make_evaluation_workers
 
     return make_evaluation_workers(plan, config, run.directory, stop.ends_evaluation, notice)

@@ -61,7 +61,7 @@ class EvaluationWorkers:
     ) -> None:
         """`notice` is called once if videos cannot be recorded."""
         self._plan, self._bundle, self._directory, self._pool = plan, bundle, directory, pool
-        self.interrupted, self._notice = interrupted, notice
+        self.is_interrupted, self._notice = interrupted, notice
         self._records = bool(plan.videos)
         self._workers = min(pool.workers, plan.groups)
         self._tasks: TaskPool | None = None
@@ -84,7 +84,7 @@ class EvaluationWorkers:
         if self._tasks is None:
             logs = self._directory / "logs" / "evaluation"
             self._tasks = TaskPool(
-                "evaluation", Player, self._plan, self._bundle,
+                "evaluation", EvaluationPlayer, self._plan, self._bundle,
                 workers=self._workers, hang_s=self._pool.hang_s, restart=self._pool.restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
@@ -138,7 +138,7 @@ class EvaluationWorkers:
             self._tasks.close()
 
 
-class Player:
+class EvaluationPlayer:
     """What a worker does: load the weights of a checkpoint and play its share."""
 
     def __init__(self, context: Context, plan: EvaluationPlan, bundle: CodeBundle) -> None:

@@ -86,7 +86,7 @@ class RunSync:
 
     def pending(self) -> list[str]:
         """Files that differ from those on the store."""
-        return [] if self._store is None else [name for name, _ in self._changed()]
+        return [] if self._store is None else [name for name, _ in self._changed_files()]
 
     def request(self) -> None:
         """Request an upload soon. Does not block."""
@@ -115,7 +115,7 @@ class RunSync:
             return True
         with self._lock:
             now = time.monotonic()
-            changed = [(name, stamp) for name, stamp in self._changed() if self._is_small_enough(name, stamp)]
+            changed = [(name, stamp) for name, stamp in self._changed_files() if self._is_small_enough(name, stamp)]
             due = [(name, stamp) for name, stamp in changed if everything or now >= self._due.get(name, 0.0)]
             if due and not self._may_upload():
                 return False
@@ -173,7 +173,7 @@ class RunSync:
             self._warned = True
             log.warning("uploading metrics and logs failed and is retried: %s", error)
 
-    def _changed(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _changed_files(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, path in synced_files(self._directory):
             with contextlib.suppress(OSError):  # rotated away meanwhile
                 known = path.stat()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,23 @@ class ExperimentSource:
 
     def __str__(self) -> str:
         return self.shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentOptions:
+    """Options of a command that change the experiments of its file; each replaces what the earlier ones set."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the section `config`, of --config."""
+    top: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the experiment itself, of single options; None: not given."""
+    stop: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the section `config`, of single options; None: not given."""
+    custom: Sequence[str] = ()
+    """Assignments of -cp, in the terms of Coach."""
+    assignments: Sequence[str] = ()
+    """Assignments of --set: `key=value`."""
 
 
 def read_source(file: Path | None, preset: str | None, level: str | None = None) -> ExperimentSource | None:
@@ -94,7 +111,8 @@ def training_data(
     source = read_source(None if file is None else Path(file), preset, None if preset is None else named)
     if source is None and named is None and "env" not in (names[key] for key in beside):
         raise UsageError("Which environment?", 'ludus.train("CartPole-v1"), or a preset=… or file=… that names one.')
-    found = experiments_from(source, experiment, name, {"env": named, "run": run, **beside}, ends, {}, config, [])
+    options = ExperimentOptions(config=config, top={"env": named, "run": run, **beside}, stop=ends)
+    found = experiments_from(source, options, experiment=experiment, name=name)
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
     if source is not None:
@@ -115,39 +133,34 @@ def _with_level(source: ExperimentSource, level: str | None) -> ExperimentSource
 
 def experiments_from(
     source: ExperimentSource | Path | None,
-    one: str | None,
-    called: str | None,
-    top: Mapping[str, Any],
-    stop: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
+    options: ExperimentOptions,
     *,
-    custom: Sequence[str] = (),
+    experiment: str | None = None,
+    name: str | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Experiments:
-    """The experiments that the options describe: the file first, then --config, then single options, then -cp, then --set."""
+    """Return the experiments of the source, changed by the options. `experiment`: only this one; `name`: its new name."""
     from ludus.config.overrides import apply_override
     from ludus.config.translation import translate_experiment
 
     if isinstance(source, Path):
         source = read_source(source, None)
-    found: Experiments = dict(source.experiments) if source is not None else {called or "default": {}}
-    if one is not None:
-        if one not in found:
+    found: Experiments = dict(source.experiments) if source is not None else {name or "default": {}}
+    if experiment is not None:
+        if experiment not in found:
             from ludus.core.plugins import did_you_mean
 
-            raise UsageError(f"There is no experiment {one!r} in {source}.", did_you_mean(one, found))
-        found = {one: found[one]}
-    if called is not None and source is not None:
+            raise UsageError(f"There is no experiment {experiment!r} in {source}.", did_you_mean(experiment, found))
+        found = {experiment: found[experiment]}
+    if name is not None and source is not None:
         if len(found) > 1:
             raise UsageError(f"--experiment-name is one name, and {source} holds {len(found)} experiments.", "Add --experiment.")
-        found = {called: next(iter(found.values()))}
+        found = {name: next(iter(found.values()))}
     for data in found.values():
         before, env = _batch_of(data), data.get("env")
-        _apply(data, top, stop, settings, config)
-        _customize(data, custom)
-        for assignment in overrides:
+        _apply(data, options)
+        _customize(data, options.custom)
+        for assignment in options.assignments:
             apply_override(data, assignment)
         if "env" not in translate_experiment(data).data and source is None:
             raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
@@ -161,22 +174,17 @@ def experiments_from(
     return found
 
 
-def _apply(
-    data: dict[str, Any],
-    top: Mapping[str, Any],
-    stop: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> None:
+def _apply(data: dict[str, Any], options: ExperimentOptions) -> None:
     from ludus.config.overrides import remove_spellings
 
-    given = {key: value for key, value in top.items() if value is not None}
-    remove_spellings(data, "", [*given, *(["stop"] if stop else [])])
-    data |= given | ({"stop": dict(stop)} if stop else {})
+    given = {key: value for key, value in options.top.items() if value is not None}
+    stop = {"stop": dict(options.stop)} if options.stop else {}
+    remove_spellings(data, "", [*given, *stop])
+    data |= given | stop
     inner = data.get("config")
     if inner is None or isinstance(inner, dict):
         data["config"] = inner = dict(inner or {})
-        for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
+        for given_keys in (options.config, {key: value for key, value in options.settings.items() if value is not None}):
             more = _canonical_keys(given_keys, data)
             remove_spellings(inner, "config", more)
             inner.update(more)

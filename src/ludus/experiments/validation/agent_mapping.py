@@ -50,11 +50,6 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
 
 
 def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> None:
-    if config.workers:
-        raise ConfigError(
-            f"config.num_workers is {config.workers}, and several agents in one environment are sampled by this process.",
-            "Leave num_workers at 0; raise num_envs_per_worker.",
-        )
     if config.evaluation_num_workers:
         raise ConfigError(
             f"config.evaluation_num_workers is {config.evaluation_num_workers}, and several agents are evaluated by this process.",

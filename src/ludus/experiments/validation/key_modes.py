@@ -26,13 +26,24 @@ class TrainingMode(enum.Enum):
     FLEET_ASYNC = "a fleet, sampling: async"
     EXTERNAL = "env: external"
     AGENTS = "several agents"
+    AGENTS_IN_TURN = "several agents, workers, sampling: sync"
+    AGENTS_PIPELINED = "several agents, workers, sampling: pipelined"
+    AGENTS_ASYNC = "several agents, workers, sampling: async"
+
+
+_AGENT_MODES = {
+    "sync": TrainingMode.AGENTS_IN_TURN,
+    "pipelined": TrainingMode.AGENTS_PIPELINED,
+    "async": TrainingMode.AGENTS_ASYNC,
+}
+SEVERAL_AGENTS = frozenset({TrainingMode.AGENTS, *_AGENT_MODES.values()})
 
 
 def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> TrainingMode:
     if env == EXTERNAL:
         return TrainingMode.EXTERNAL
-    if several:
-        return TrainingMode.AGENTS
+    if several and memory == EMBEDDED:
+        return _AGENT_MODES[config.sampling] if config.num_workers else TrainingMode.AGENTS
     if memory != EMBEDDED:
         return TrainingMode.FLEET_ASYNC if config.sampling == "async" else TrainingMode.FLEET
     if not config.num_workers:
@@ -63,6 +74,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
         TrainingMode.IN_TURN: _ON_DEMAND,
         TrainingMode.EXTERNAL: _GAMES_PLAY,
         TrainingMode.AGENTS: _ON_DEMAND,
+        TrainingMode.AGENTS_IN_TURN: _ON_DEMAND,
     },
     "max_lag": {
         TrainingMode.IN_PROCESS: _ALWAYS_FRESH,
@@ -71,6 +83,8 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
         TrainingMode.FLEET: _ALWAYS_FRESH,
         TrainingMode.EXTERNAL: "batches of games are trained on as they arrive",
         TrainingMode.AGENTS: _ALWAYS_FRESH,
+        TrainingMode.AGENTS_IN_TURN: _ALWAYS_FRESH,
+        TrainingMode.AGENTS_PIPELINED: _ALWAYS_FRESH,
     },
     "sampling": {TrainingMode.EXTERNAL: "games decide when they play"},
     "inference_device": {TrainingMode.EXTERNAL: "requests of games are answered on the CPU"},
@@ -85,21 +99,19 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_num_workers": {TrainingMode.EXTERNAL: _NO_EVALUATION},
-    "evaluation_video": {TrainingMode.EXTERNAL: _NO_EVALUATION, TrainingMode.AGENTS: _NO_VIDEO_OF_AGENTS},
+    "evaluation_video": {TrainingMode.EXTERNAL: _NO_EVALUATION, **dict.fromkeys(SEVERAL_AGENTS, _NO_VIDEO_OF_AGENTS)},
     "evaluation_config": {TrainingMode.EXTERNAL: _NO_EVALUATION},
 }
 """Key → the modes in which it has no effect, with the reason."""
 
 REFUSED_ELSEWHERE: Mapping[str, frozenset[TrainingMode]] = {
-    "num_workers": frozenset({TrainingMode.AGENTS}),
-    "batch_mode": frozenset(
-        {TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL, TrainingMode.AGENTS}
-    ),
-    "preprocess": frozenset({TrainingMode.EXTERNAL, TrainingMode.AGENTS}),
+    "batch_mode": frozenset({TrainingMode.PIPELINED, TrainingMode.FLEET, TrainingMode.FLEET_ASYNC, TrainingMode.EXTERNAL})
+    | SEVERAL_AGENTS,
+    "preprocess": frozenset({TrainingMode.EXTERNAL}) | SEVERAL_AGENTS,
     "wrappers": frozenset({TrainingMode.EXTERNAL}),
-    "multiagent": frozenset(TrainingMode) - {TrainingMode.AGENTS},
-    "evaluation_duration_unit": frozenset({TrainingMode.AGENTS}),
-    "evaluation_num_workers": frozenset({TrainingMode.AGENTS}),
+    "multiagent": frozenset(TrainingMode) - SEVERAL_AGENTS,
+    "evaluation_duration_unit": SEVERAL_AGENTS,
+    "evaluation_num_workers": SEVERAL_AGENTS,
 }
 """Key → modes in which other checks refuse it."""
 
@@ -108,6 +120,7 @@ EVERYWHERE = frozenset(
         "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
         "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
         "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
+        "num_workers",
     }
 )  # fmt: skip
 """Keys that every mode uses."""

@@ -126,7 +126,7 @@ class ProcessTable:
         return self._closing
 
     @property
-    def finished(self) -> int:
+    def finished_count(self) -> int:
         """Number of finished games that are kept."""
         return len(self._finished)
 

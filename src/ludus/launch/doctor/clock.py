@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, skip, warning
 
 SKEW_S, SKEW_FAILED_S = 1.0, 60.0
 """Clock differences above the first disorder logs and shorten leases; above the second, tokens and S3 signatures are soon rejected."""
@@ -32,13 +32,13 @@ class ClockSample:
 def check_clock(samples: Sequence[ClockSample]) -> DoctorFinding:
     """Evaluate the sample with the shortest round trip."""
     if not samples:
-        return skipped("clock", "the time was not reported")
+        return skip("clock", "the time was not reported")
     best = min(samples, key=lambda sample: sample.trip)
     accuracy = best.trip / 2
     text = f"{abs(best.skew):.3f} s {'ahead of' if best.skew > 0 else 'behind'} this machine, give or take {accuracy:.3f} s"
     remedy = "Synchronize all machines with one time server: systemctl enable --now systemd-timesyncd (or chrony)."
     if abs(best.skew) - accuracy > SKEW_FAILED_S:
-        return failed("clock", text, remedy)
+        return failure("clock", text, remedy)
     if abs(best.skew) - accuracy > SKEW_S:
         return warning("clock", text, remedy)
     return ok("clock", text)

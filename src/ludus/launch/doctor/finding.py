@@ -55,11 +55,11 @@ def warning(check: str, found: str, fix: str) -> DoctorFinding:
     return DoctorFinding(check, "warning", found, fix)
 
 
-def failed(check: str, found: str, fix: str) -> DoctorFinding:
+def failure(check: str, found: str, fix: str) -> DoctorFinding:
     return DoctorFinding(check, "failed", found, fix)
 
 
-def skipped(check: str, found: str, fix: str = "") -> DoctorFinding:
+def skip(check: str, found: str, fix: str = "") -> DoctorFinding:
     return DoctorFinding(check, "skipped", found, fix)
 
 

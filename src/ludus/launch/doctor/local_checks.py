@@ -31,7 +31,7 @@ from ludus.launch.doctor.checks import (
     token_file,
     versions,
 )
-from ludus.launch.doctor.finding import DoctorFinding, failed, find_secrets, redact_secrets, skipped
+from ludus.launch.doctor.finding import DoctorFinding, failure, find_secrets, redact_secrets, skip
 from ludus.launch.doctor.requirements import ResourceNeeds
 from ludus.launch.ray_role import block_size
 from ludus.process.cgroups import Cgroups, find_cgroups, read_memory
@@ -156,7 +156,7 @@ def _checks(request: DoctorRequest, installed: Mapping[str, str], environ: Mappi
         checks["graphics"] = lambda: graphics.check_graphics(graphics.inspect_graphics(), needed=draws, window=bool(request.game))
     if request.quick:
         for name in checks.keys() & {"memory server", "store", "graphics", "gpu"}:  # they depend on other programs and servers
-            checks[name] = functools.partial(list, [skipped(name, "left out by --quick")])
+            checks[name] = functools.partial(list, [skip(name, "left out by --quick")])
     checks["token"] = lambda: token_file.check_tokens(token_file.inspect_tokens(environ), environ)
     checks["environment variables"] = lambda: [
         *env_variables.check_variables(environ, cores),
@@ -192,15 +192,15 @@ class CheckThread:
         try:
             self._result = self._check()
         except LudusError as error:
-            self._result = failed(self._name, error.message, error.hint or "See the message.")
+            self._result = failure(self._name, error.message, error.hint or "See the message.")
         except Exception as error:  # one broken check must not prevent the others
-            self._result = failed(self._name, f"the check failed: {type(error).__name__}: {error}", "Please report this.")
+            self._result = failure(self._name, f"the check failed: {type(error).__name__}: {error}", "Please report this.")
 
     def result(self, within_s: float) -> Any:
         self._thread.join(max(0.0, within_s))
         if self._result is None:
             waited = time.monotonic() - self._started_at
-            return failed(self._name, f"no answer within {waited:.0f} s", "Check whether its file system or server hangs.")
+            return failure(self._name, f"no answer within {waited:.0f} s", "Check whether its file system or server hangs.")
         return self._result
 
     def findings(self, end: float) -> list[DoctorFinding]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ludus.errors import LudusError, UsageError
 from ludus.launch.agent_process import AgentProcess, ExplainFailure
 from ludus.launch.doctor.clock import ClockSample, check_clock
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, redact_secrets
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, redact_secrets
 from ludus.launch.doctor.local_checks import DoctorRequest
 
 MARK = "ludus-doctor "
@@ -71,7 +71,7 @@ def _check_node(node: RemoteNode, report: NodeReport, request: DoctorRequest, en
             _run_checks(agent, node, report, request, environment, end)
     except LudusError as error:
         connected = report.versions or "Ludus" in error.message or "Python" in error.message
-        report.findings.append(failed("ludus there" if connected else node.by, error.message, error.hint))
+        report.findings.append(failure("ludus there" if connected else node.by, error.message, error.hint))
 
 
 def _run_checks(

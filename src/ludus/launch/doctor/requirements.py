@@ -92,12 +92,12 @@ class ResourceNeeds:
         return f"{_mb(self.store)} of Ray's store"
 
     @property
-    def shared(self) -> int:
+    def shared_memory(self) -> int:
         return self.rings + self.store
 
-    def explain_shared(self) -> str:
+    def explain_shared_memory(self) -> str:
         ray = f" + {self.explain_store()}" if self.ray else ""
-        return f"{self._ring_terms}{ray} = {_mb(self.shared)}"
+        return f"{self._ring_terms}{ray} = {_mb(self.shared_memory)}"
 
 
 def _mb(count: int) -> str:

@@ -18,7 +18,7 @@ from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.launch.doctor.checks.slurm import SlurmRequest, check_slurm, query_slurm, time_limit_s
 from ludus.launch.doctor.checks.token_file import check_equal_tokens
 from ludus.launch.doctor.checks.versions import check_agreement
-from ludus.launch.doctor.finding import DoctorFinding, failed, last_line, skipped
+from ludus.launch.doctor.finding import DoctorFinding, failure, last_line, skip
 from ludus.launch.doctor.local_checks import DoctorReport, DoctorRequest, run_local_checks, this_machine
 from ludus.launch.doctor.remote_nodes import ANSWER_S, NodeReport, RemoteNode, check_nodes
 from ludus.launch.slurm.sbatch import SlurmGroup, node_options
@@ -88,7 +88,7 @@ class DoctorRun:
         if not nodes:
             text = "not checked: this is not an allocation; the findings above are about this machine, where jobs are submitted"
             fix = "Add --time 5, for an allocation of so many minutes; or run it within `salloc`."
-            return [*found, skipped("nodes", text, fix).on_node(ALL)]
+            return [*found, skip("nodes", text, fix).on_node(ALL)]
         return [*found, *_combine_reports(reports, here)]
 
     def _check_all(
@@ -212,4 +212,4 @@ def _release_allocation(process: subprocess.Popen[str]) -> None:
 
 def _no_allocation(why: str) -> DoctorFinding:
     remedy = "`sinfo` and `squeue` show the reason; or leave --time out."
-    return failed("nodes", f"not checked, without an allocation: {why}", remedy).on_node(ALL)
+    return failure("nodes", f"not checked, without an allocation: {why}", remedy).on_node(ALL)

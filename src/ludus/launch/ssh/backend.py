@@ -68,7 +68,7 @@ class SshJobDir:
     def settings(self) -> SshSettings:
         return SshSettings.from_json((self.path / _SSH).read_text(encoding="utf-8"))
 
-    def known(self) -> KnownStatus:
+    def known_status(self) -> KnownStatus:
         try:
             return KnownStatus.of((self.path / _KNOWN).read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, OSError) as error:
@@ -170,7 +170,7 @@ class SshOrchestrator:
     def cancel(self, job_id: str, *, at_once: bool = False) -> None:
         """Raises WorkerFailed if a machine does not answer; its part ends by itself after `patience_s`."""
         directory = self._find(job_id)
-        known = directory.known()
+        known = directory.known_status()
         if known.final:
             return
         directory.cancel()
@@ -226,7 +226,7 @@ class SshOrchestrator:
                 request = {"verb": "submit", "part": parts[node].text(), "token": token, "secrets": values}
                 self._request(settings, node, request)
                 self._request(settings, node, {"verb": "keep", "job": directory.id, "node": node})
-            known = directory.known()
+            known = directory.known_status()
             directory.write_status(
                 replace(known, final=False, status=replace(known.status, state="running", exit_code=None, reason=""))
             )
@@ -253,7 +253,7 @@ class SshOrchestrator:
                 for answer in self._request_all(settings, nodes, step, again=False).values():
                     if isinstance(answer, LudusError):
                         raise answer
-        known = directory.known()
+        known = directory.known_status()
         directory.write_status(replace(known, status=replace(known.status, state="running")))
 
     def _check_machines(self, settings: SshSettings, nodes: Sequence[int]) -> None:
@@ -291,7 +291,7 @@ class SshOrchestrator:
         return self._settings
 
     def _refresh(self, directory: SshJobDir) -> KnownStatus:
-        known = directory.known()
+        known = directory.known_status()
         if known.final:
             return known
         settings = directory.settings()
@@ -439,8 +439,8 @@ class SshOrchestrator:
             return []
 
     def _delete_old(self) -> None:
-        over = [directory for directory in self._directories() if directory.known().final]
-        over.sort(key=lambda directory: directory.known().status.submitted_at)
+        over = [directory for directory in self._directories() if directory.known_status().final]
+        over.sort(key=lambda directory: directory.known_status().status.submitted_at)
         for directory in over[:-MAX_ENDED_JOBS]:
             directory.remove()
 

@@ -100,7 +100,7 @@ async def hold(
                 return True
             lost_at, why = clock(), "it closed the connection"
             backoff.reset()
-        except _ConnectionLost as error:
+        except _LifelineLost as error:
             lost_at, why = clock(), str(error)
             backoff.reset()
         except (LudusError, OSError, TimeoutError) as error:
@@ -115,7 +115,7 @@ async def hold(
         await asyncio.sleep(min(backoff.next_delay(), left))
 
 
-class _ConnectionLost(Exception):
+class _LifelineLost(Exception):
     """An established connection broke."""
 
 
@@ -129,7 +129,7 @@ async def _stay_connected(address: tuple[str, int], node: int, token: bytes) -> 
         try:
             return await reader.readline() == _OVER
         except (OSError, ValueError) as error:
-            raise _ConnectionLost(str(error)) from error
+            raise _LifelineLost(str(error)) from error
     finally:
         writer.close()
 

@@ -346,12 +346,12 @@ def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
         found[name] = found[chosen] = None
         if isinstance(leaf, gym.spaces.Box):
             low, high = leaf.low.astype(np.float64), leaf.high.astype(np.float64)
-            found[name] = np.where(_bounded(low, high), high - low, 0.0)
+            found[name] = np.where(_has_bounds(low, high), high - low, 0.0)
             found[chosen] = np.where(leaf.bounded_below & leaf.bounded_above, 2.0, 0.0)  # scaled to -1 … 1
     return found
 
 
-def _bounded(low: Array, high: Array) -> Bools:
+def _has_bounds(low: Array, high: Array) -> Bools:
     """Return where bounds are meant: the largest number of a type is often used for "unbounded"."""
     return np.asarray((np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED))
 
@@ -413,7 +413,7 @@ def _in_box(space: gym.spaces.Box, shape: tuple[int, ...], rng: np.random.Genera
     if space.dtype == np.uint8 and space.low.min() == 0 and space.high.max() == 255:  # images: fast path
         return rng.integers(0, 256, shape, np.uint8)
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    known = _bounded(low, high)
+    known = _has_bounds(low, high)
     inside = np.where(known, low, 0.0) + rng.random(shape) * np.where(known, high - low, 0.0)
     values = np.clip(np.where(known, inside, rng.normal(size=shape)), low, high)
     return values if space.dtype is not None and space.dtype.kind == "f" else np.rint(values)

@@ -39,7 +39,7 @@ def _families(table: ProcessTable, replies: Mapping[int, int]) -> Iterator[Famil
     yield "ludus_gamecore_games_limit", "gauge", "Games that may run.", [({}, table.limits.games)]
     events: list[Sample] = [({"game": game, "event": event}, count) for (game, event), count in sorted(table.counts.items())]
     yield "ludus_gamecore_events_total", "counter", "What happened to games: started, restarted, and how they ended.", events
-    yield "ludus_gamecore_known_games", "gauge", "Games that are over and not forgotten.", [({}, table.finished)]
+    yield "ludus_gamecore_known_games", "gauge", "Games that are over and not forgotten.", [({}, table.finished_count)]
     for name, kind, help_text, key in (
         ("ludus_gamecore_game_cpu_seconds_total", "counter", "Processor time of a game, its children included.", "cpu_s"),
         ("ludus_gamecore_game_memory_bytes", "gauge", "Memory of a game, its children included.", "memory_mb"),

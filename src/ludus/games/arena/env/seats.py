@@ -186,7 +186,7 @@ class ArenaOptions:
         usual = [heroes.IDS[row] for row in rows_of(None, self.size)]
         given = [usual[: self.size], usual[self.size :]] if self.lineup is None else self.lineup
         found = Lineups(given, self.size, heroes.IDS)
-        for hero in found.named:
+        for hero in found.possible_heroes:
             heroes.row_of(hero)
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.formatting import format_bytes
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, warning
 from ludus.launch.doctor.requirements import RUN_BYTES, STATE_BYTES, TEMP_BYTES
 from ludus.launch.job_dir import state_dir
 
@@ -100,14 +100,14 @@ def check_directory(what: str, status: DirectoryStatus, *, shared: bool = False)
     kind = f" ({status.kind})" if status.kind else ""
     text = f"{status.asked}: {format_bytes(status.free)} free{kind}"
     if status.why:
-        return failed(check, f"{status.asked} cannot be written to: {status.why}", f"{move}.")
+        return failure(check, f"{status.asked} cannot be written to: {status.why}", f"{move}.")
     if status.inodes is not None and status.inodes < _INODES:
-        return failed(check, f"{text}, and room for {status.inodes:,} more files", f"Remove files, or {move}.")
+        return failure(check, f"{text}, and room for {status.inodes:,} more files", f"Remove files, or {move}.")
     if status.free < _NEEDED[what]:
-        problem = failed if status.free < _NEEDED[what] // 10 else warning
+        problem = failure if status.free < _NEEDED[what] // 10 else warning
         return problem(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
     if what == "state" and not status.ours and status.path == status.asked:
-        return failed(check, f"{status.path} belongs to another user", f"{move}.")
+        return failure(check, f"{status.path} belongs to another user", f"{move}.")
     if what == "state" and shared and status.ours and status.kind and not status.network:
         remedy = f"If they do not share it, {_MOVE_OPTION[what]} on a shared file system."
         return warning(check, f"{text}; it may not be the same on the nodes", remedy)

@@ -23,7 +23,7 @@ from ludus.core.formatting import format_bytes
 from ludus.display import headless
 from ludus.errors import LudusError
 from ludus.io.atomic_file import replace_json
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, skip, warning
 from ludus.process import procfs
 from ludus.process.children import adopt_orphans
 from ludus.process.commands.command import Games
@@ -86,10 +86,10 @@ def _run_once(env: str, environ: Mapping[str, str], timeout_s: float) -> SmokeTe
 
 def check_smoke_test(result: SmokeTest) -> DoctorFinding:
     if result.skipped:
-        return skipped("environment", f"{result.env}: {result.why}", result.hint)
+        return skip("environment", f"{result.env}: {result.why}", result.hint)
     if result.why:
         remedy = result.hint or "`ludus train` would end with the same error: see its message."
-        return failed("environment", f"{result.env}: {result.why}", remedy)
+        return failure("environment", f"{result.env}: {result.why}", remedy)
     takes = f"{format_count(result.threads, 'thread')}, {format_bytes(result.memory)}"
     if result.processes:
         takes += f", {result.processes} process{'es' if result.processes > 1 else ''}"

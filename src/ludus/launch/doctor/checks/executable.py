@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ludus.errors import UsageError
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, warning
 
 MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le"}
 """Processor by the e_machine field of an ELF header."""
@@ -34,20 +34,20 @@ def check_executable(path: Path, environ: Mapping[str, str] | None = None) -> Do
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         near = _find_similar(path)
-        return failed("game", f"{path} {what}", f"Did you mean {near}?" if near else "Is the path right, on every node?")
+        return failure("game", f"{path} {what}", f"Did you mean {near}?" if near else "Is the path right, on every node?")
     try:
         with open(path, "rb") as file:
             head = file.read(4096)
     except OSError:
-        return failed("game", f"{path} cannot be read", f"chmod u+rx {path}")
+        return failure("game", f"{path} cannot be read", f"chmod u+rx {path}")
     if system := next((name for magic, name in _SYSTEMS.items() if head.startswith(magic)), ""):
-        return failed(
+        return failure(
             "game", f"{path} is a program for {system}", "Build it for Linux; a Windows program runs by Wine, in a script."
         )
     if not os.access(path, os.X_OK) or not path.stat().st_mode & 0o111:
-        return failed("game", f"{path} is not executable", f"chmod +x {path}")
+        return failure("game", f"{path} is not executable", f"chmod +x {path}")
     if os.statvfs(path).f_flag & getattr(os, "ST_NOEXEC", 0):
-        return failed("game", f"{path} is on a file system that is mounted noexec", "Copy it elsewhere, or mount it with exec.")
+        return failure("game", f"{path} is on a file system that is mounted noexec", "Copy it elsewhere, or mount it with exec.")
     if head.startswith(b"#!"):
         return _check_script(path, head)
     if head.startswith(b"\x7fELF") and len(head) > 20:
@@ -67,7 +67,7 @@ def _check_script(path: Path, head: bytes) -> DoctorFinding:
     if Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-") and "=" not in word] or ["?"]
     if shutil.which(words[0]) is None:
-        return failed("game", f"{path} needs the interpreter {words[0]}, which does not exist", f"Install {words[0]}.")
+        return failure("game", f"{path} needs the interpreter {words[0]}, which does not exist", f"Install {words[0]}.")
     return ok("game", f"{path}, a script for {words[0]}")
 
 
@@ -77,7 +77,7 @@ def _check_elf(path: Path, head: bytes, environ: Mapping[str, str]) -> DoctorFin
     here = platform.machine().lower()
     here = _MACHINE_ALIASES.get(here, here)
     if machine not in (here, *_RUNS_ALSO.get(here, ())):
-        return failed("game", f"{path} is for {machine}; this processor is {here}", f"Build it for Linux on {here}.")
+        return failure("game", f"{path} is for {machine}; this processor is {here}", f"Build it for Linux on {here}.")
     loader = LOADERS.get(machine, "")
     if not Path(loader).is_file():
         text = f"{path} is for {machine}; its libraries were not checked: no loader {loader or 'is known'}"
@@ -86,10 +86,10 @@ def _check_elf(path: Path, head: bytes, environ: Mapping[str, str]) -> DoctorFin
     if missing := [name for name, found in libraries.items() if not found]:
         shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
         remedy = "apt-file search NAME finds the package; or set LD_LIBRARY_PATH."
-        return failed("game", f"{path} needs missing libraries: {shown}", remedy)
+        return failure("game", f"{path} needs missing libraries: {shown}", remedy)
     data = path.parent / f"{path.name.removesuffix('.x86_64').removesuffix('.x86')}_Data"
     if "UnityPlayer.so" in libraries and not data.is_dir():
-        return failed("game", f"{path}: its folder {data} does not exist", "Copy the whole build, not the program alone.")
+        return failure("game", f"{path}: its folder {data} does not exist", "Copy the whole build, not the program alone.")
     return ok(
         "game", f"{path}, for {machine}, {f'all {len(libraries)} libraries found' if libraries else 'which needs no libraries'}"
     )

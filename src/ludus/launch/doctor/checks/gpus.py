@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, skip, warning
 
 _ASK = ("--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
 _TIMEOUT_S = 5.0
@@ -62,12 +62,12 @@ def check_gpus(gpus: GpuInventory, torch: str, environ: Mapping[str, str]) -> Do
     """`torch`: its version, whose suffix names the build; "" if it is not installed."""
     if gpus.why:
         remedy = "Is the driver loaded (nvidia-smi), and does it fit the kernel? A restart helps after an update."
-        return failed("gpu", gpus.why, remedy)
+        return failure("gpu", gpus.why, remedy)
     if not gpus.found:
         if gpus.devices:
             missing = "nvidia-smi is not installed" if not gpus.tool else "nvidia-smi names none"
             return warning("gpu", f"{format_count(gpus.devices, 'device')} in /dev, and {missing}", "Install the driver's tools.")
-        return skipped("gpu", "none; the CPU is used")
+        return skip("gpu", "none; the CPU is used")
     names = ", ".join(f"{gpu.name} ({gpu.total_mb - gpu.used_mb:,} of {gpu.total_mb:,} MB free)" for gpu in gpus.found)
     text = f"{format_count(len(gpus.found), 'GPU')}: {names}; driver {gpus.found[0].driver}"
     visible = environ.get("CUDA_VISIBLE_DEVICES")

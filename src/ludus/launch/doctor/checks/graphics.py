@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ludus.display import headless, x11
 from ludus.display.opengl_probe import OpenGL, probe_backend
 from ludus.errors import ConfigError, LudusError
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, skip, warning
 
 MIN_OPENGL = (3, 2)
 """OpenGL version that current engines need."""
@@ -79,9 +79,9 @@ def check_choice(environ: Mapping[str, str], *, xvfb: bool) -> list[DoctorFindin
     try:
         choice = headless.screen_choice(environ)
     except ConfigError as error:
-        return [failed(headless.SCREEN, error.message, error.hint)]
+        return [failure(headless.SCREEN, error.message, error.hint)]
     if choice == "xvfb" and not xvfb:
-        return [failed(headless.SCREEN, "xvfb: environments need a private screen, and Xvfb is not installed", _FIXES[XVFB])]
+        return [failure(headless.SCREEN, "xvfb: environments need a private screen, and Xvfb is not installed", _FIXES[XVFB])]
     return []
 
 
@@ -91,7 +91,7 @@ def check_graphics(graphics: GraphicsSupport | None, *, needed: bool, window: bo
     `needed`: the game draws; else a machine without graphics is a warning. `window`: the game opens a window and cannot use EGL.
     """
     if graphics is None:
-        return [skipped("graphics", "checked on Linux only; other systems have a screen")]
+        return [skip("graphics", "checked on Linux only; other systems have a screen")]
     usable = {name: probe for name, probe in graphics.backends.items() if probe.works}
     if graphics.choice == "xvfb":
         usable = {name: probe for name, probe in usable.items() if name == XVFB}
@@ -102,10 +102,10 @@ def check_graphics(graphics: GraphicsSupport | None, *, needed: bool, window: bo
 
 
 def _check_chosen(chosen: str, graphics: GraphicsSupport, *, needed: bool, window: bool) -> DoctorFinding:
-    problem = failed if needed else warning
+    problem = failure if needed else warning
     setting = f" ({headless.SCREEN}={graphics.choice})" if graphics.choice != "auto" else ""
     if not chosen:
-        problem = failed if graphics.choice == "xvfb" else problem  # no environment would start
+        problem = failure if graphics.choice == "xvfb" else problem  # no environment would start
         fix = _FIXES[XVFB if graphics.choice == "xvfb" else EGL]
         return problem("graphics", f"nothing can draw here{setting}: no videos, no games with pictures", fix)
     probe = graphics.backends[chosen]
@@ -126,5 +126,5 @@ def _check_backend(name: str, probe: OpenGL, chosen: str) -> DoctorFinding:
     unneeded = f"; not needed, because {chosen} works" if chosen else ""
     if probe.missing:
         text = "DISPLAY is not set" if name == X_SERVER else "not installed"
-        return skipped(name, f"{text}{unneeded}", "" if chosen or name == X_SERVER else _FIXES[name])
+        return skip(name, f"{text}{unneeded}", "" if chosen or name == X_SERVER else _FIXES[name])
     return warning(name, f"{probe.why}{unneeded}", _FIXES[name])

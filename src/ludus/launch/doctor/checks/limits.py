@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from ludus.core.formatting import format_bytes
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, skip, warning
 from ludus.launch.doctor.requirements import ResourceNeeds
-from ludus.process.cgroups import UNLIMITED, Cgroups, Memory, read_number
+from ludus.process.cgroups import UNLIMITED, Cgroups, SystemMemory, read_number
 from ludus.process.host import usable_cores
 
 _MAPS_MIN = 65_530
@@ -119,9 +119,9 @@ def check_cores(cores: CpuLimits, needs: ResourceNeeds, environ: Mapping[str, st
     return ok("cpu", text)
 
 
-def check_memory(memory: Memory | None, needs: ResourceNeeds) -> DoctorFinding:
+def check_memory(memory: SystemMemory | None, needs: ResourceNeeds) -> DoctorFinding:
     if memory is None:
-        return skipped("memory", "this system does not report it")
+        return skip("memory", "this system does not report it")
     text = f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     if memory.limit is not None and memory.limit < memory.total:
         text += f"; the cgroup allows {format_bytes(memory.limit)}, {format_bytes(memory.used)} of it used"
@@ -129,7 +129,7 @@ def check_memory(memory: Memory | None, needs: ResourceNeeds) -> DoctorFinding:
     if memory.free < needs.memory:
         fewer = max(0, needs.workers - -(-(needs.memory - memory.free) // max(1, needs.memory_per_worker)))
         remedy = f"--num-workers {fewer}" if fewer else "A machine, or a job, with more memory"
-        return failed("memory", text, f"{remedy}; in Slurm --mem, in containers --memory.")
+        return failure("memory", text, f"{remedy}; in Slurm --mem, in containers --memory.")
     if memory.free < _MARGIN * needs.memory:
         return warning("memory", text, "It is just enough: watch it, or use fewer workers.")
     return ok("memory", text)
@@ -141,9 +141,9 @@ def check_files(files: OpenFileLimits, needs: ResourceNeeds) -> DoctorFinding:
         return ok("open files", text)
     wanted = max(needs.files, 4096)
     if files.hard >= needs.files:
-        return failed("open files", text, f"ulimit -n {min(files.hard, wanted)}")
+        return failure("open files", text, f"ulimit -n {min(files.hard, wanted)}")
     remedy = f"nofile {wanted} in /etc/security/limits.conf, or LimitNOFILE= of the service; then log in anew."
-    return failed("open files", text, remedy)
+    return failure("open files", text, remedy)
 
 
 def check_threads(threads: ThreadLimits, needs: ResourceNeeds) -> DoctorFinding:
@@ -155,7 +155,7 @@ def check_threads(threads: ThreadLimits, needs: ResourceNeeds) -> DoctorFinding:
     if worst.left < needs.threads:
         per = max(1, needs.threads_per_worker)
         fewer = needs.workers - -(-(needs.threads - worst.left) // per)
-        return failed("threads", text, f"{worst.raise_}; or --num-workers {fewer}" if fewer > 0 else worst.raise_)
+        return failure("threads", text, f"{worst.raise_}; or --num-workers {fewer}" if fewer > 0 else worst.raise_)
     if worst.left < _MARGIN * needs.threads:
         return warning("threads", text, f"It is just enough: {worst.raise_}")
     return ok("threads", text)
@@ -166,7 +166,7 @@ def check_maps(threads: ThreadLimits, needs: ResourceNeeds) -> DoctorFinding:
     needed = 2_000 + 2 * max(needs.game_threads, needs.cores)
     text = f"vm.max_map_count {_limit(threads.maps)}; needed {needed:,}"
     if threads.maps < needed:
-        return failed("mappings", text, f"sysctl -w vm.max_map_count={_MAPS_MIN}")
+        return failure("mappings", text, f"sysctl -w vm.max_map_count={_MAPS_MIN}")
     if threads.maps < _MAPS_MIN:
         return warning("mappings", text, f"Less than Linux has by default: sysctl -w vm.max_map_count={_MAPS_MIN}")
     return ok("mappings", text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.errors import LudusError
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, warning
 from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, JobEnv, find_free_ports, is_port_free
 
 
@@ -46,9 +46,9 @@ def check_ports(ports: PortStatus) -> DoctorFinding:
     between = f"between {FIRST_PORT} and {LAST_PORT}"
     if taken := sorted(port for port, free in ports.asked.items() if not free):
         fix = f"`ss -ltnp sport = :{taken[0]}` shows the process; stop it, or choose another port."
-        return failed("ports", f"in use: {', '.join(map(str, taken))}", fix)
+        return failure("ports", f"in use: {', '.join(map(str, taken))}", fix)
     if ports.block is None:
-        return failed("ports", f"no {ports.size} ports in a row are free {between}", "`ss -ltn` shows the ports in use.")
+        return failure("ports", f"no {ports.size} ports in a row are free {between}", "`ss -ltn` shows the ports in use.")
     asked = ", ".join(map(str, sorted(ports.asked)))
     text = f"{asked} free" if asked else f"a block of {ports.size} is free {between}"
     if ports.ephemeral is not None and ports.ephemeral[0] < LAST_PORT:

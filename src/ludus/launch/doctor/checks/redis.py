@@ -8,7 +8,7 @@ import time
 import uuid
 
 from ludus.errors import LudusError
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, redact_url, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, redact_url, warning
 from ludus.transport.message_stream import open_message_stream
 
 SLOW_S = 0.02
@@ -25,10 +25,10 @@ def check_redis(url: str) -> DoctorFinding:
             try:
                 if not stream.push(_PAYLOAD, _TIMEOUT_S):
                     text = f"{label}: it rejects writes: its memory is full (maxmemory)"
-                    return failed(_CHECK, text, "Raise maxmemory, or empty it.")
+                    return failure(_CHECK, text, "Raise maxmemory, or empty it.")
                 deliveries = stream.pull(1, _TIMEOUT_S)
                 if [bytes(delivery.data) for delivery in deliveries] != [_PAYLOAD]:
-                    return failed(_CHECK, f"{label}: what was written did not come back", "Use Redis 6.2 or later.")
+                    return failure(_CHECK, f"{label}: what was written did not come back", "Use Redis 6.2 or later.")
                 stream.acknowledge([delivery.id for delivery in deliveries])
                 times = [time.perf_counter()]
                 for _ in range(_ROUND_TRIPS):
@@ -39,7 +39,7 @@ def check_redis(url: str) -> DoctorFinding:
                     stream.drop()
     except LudusError as error:
         remedy = error.hint or "Is it running, and is its port open for this machine? See docs/fleets.md."
-        return failed(_CHECK, f"{label}: {error.message.rstrip('.')}", remedy)
+        return failure(_CHECK, f"{label}: {error.message.rstrip('.')}", remedy)
     return check_round_trip(label, min(end - start for start, end in itertools.pairwise(times)))
 
 

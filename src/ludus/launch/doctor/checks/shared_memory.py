@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.formatting import format_bytes
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, warning
 from ludus.launch.doctor.requirements import ResourceNeeds
 
 SHM = "LUDUS_SHM"
@@ -53,23 +53,23 @@ def check_dev_shm(shared: SharedMemory, needs: ResourceNeeds) -> DoctorFinding:
     slower = "rings go to the temporary directory, which is slower"
     if shared.why:
         return warning("shared memory", f"{_SHM}: {shared.why}; {slower}", _MOUNT)
-    text, bigger = f"{_SHM}: {shared}; needed {needs.explain_shared()}", _enlarge_command(needs.shared)
+    text, bigger = f"{_SHM}: {shared}; needed {needs.explain_shared_memory()}", _enlarge_command(needs.shared_memory)
     if shared.free < _SHM_MIN:
         return warning("shared memory", f"{text}; with so little, {slower}", bigger)
-    if shared.free < needs.shared:
-        return failed("shared memory", text, f"{bigger}; or set {SHM} to a directory with more room.")
+    if shared.free < needs.shared_memory:
+        return failure("shared memory", text, f"{bigger}; or set {SHM} to a directory with more room.")
     return ok("shared memory", text)
 
 
 def check_ludus_shm(directory: str, shared: SharedMemory, needs: ResourceNeeds) -> DoctorFinding:
     """Check the directory of LUDUS_SHM, for which there is no fallback."""
     if shared.why:
-        return failed(
+        return failure(
             "shared memory", f"{SHM}={directory}: {shared.why}", f"Set {SHM} to an existing writable directory, or unset it."
         )
     text = f"{SHM}={directory}: {shared}; needed {needs.explain_rings()}"
     if shared.free < needs.rings:
-        return failed("shared memory", text, f"Set {SHM} to a directory with more room, or unset it.")
+        return failure("shared memory", text, f"Set {SHM} to a directory with more room, or unset it.")
     return ok("shared memory", text)
 
 
@@ -79,7 +79,7 @@ def check_ray_store(shared: SharedMemory, needs: ResourceNeeds) -> DoctorFinding
     if shared.why:
         return warning(check, f"{_SHM}: {shared.why}; Ray's store goes to a disk, which is slower", _MOUNT)
     text = f"{_SHM}: {shared}; needed {needs.explain_store()}"
-    return ok(check, text) if shared.free >= needs.store else failed(check, text, _enlarge_command(needs.store))
+    return ok(check, text) if shared.free >= needs.store else failure(check, text, _enlarge_command(needs.store))
 
 
 def _enlarge_command(count: int) -> str:

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 
 from ludus.errors import LudusError, UsageError
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, warning
 from ludus.launch.slurm import commands
 from ludus.launch.slurm.sbatch import parse_time
 
@@ -114,24 +114,24 @@ def time_limit_s(text: str) -> float:
 def check_slurm(state: SlurmState, wanted: SlurmRequest) -> list[DoctorFinding]:
     if state.missing:
         remedy = "Log in to a machine of the cluster, or `module load slurm`."
-        return [failed("slurm", f"not found: {', '.join(state.missing)}", remedy)]
+        return [failure("slurm", f"not found: {', '.join(state.missing)}", remedy)]
     if state.why or "UP" not in state.controller:
         text = state.why or state.controller or "no output"
-        return [failed("slurm controller", text, "`scontrol ping`; is SLURM_CONF right, and munged running?")]
+        return [failure("slurm controller", text, "`scontrol ping`; is SLURM_CONF right, and munged running?")]
     found = [ok("slurm controller", state.controller.splitlines()[0])]
     if not state.partitions:
-        return [*found, failed("partitions", "sinfo names none", "Request access: `sinfo -a` shows hidden ones.")]
+        return [*found, failure("partitions", "sinfo names none", "Request access: `sinfo -a` shows hidden ones.")]
     if not wanted.partition:
         names = ", ".join(f"{each.name} ({_format_nodes(each)}, {_format_time(each.seconds)})" for each in state.partitions)
         found.append(ok("partitions", names))
         usable = [each for each in state.partitions if not _shortage(each, wanted)]
         if not usable:
-            found.append(failed("partition", _shortage(state.partitions[0], wanted), "Request less: --nodes, --time, --cpus."))
+            found.append(failure("partition", _shortage(state.partitions[0], wanted), "Request less: --nodes, --time, --cpus."))
         return found
     chosen = next((each for each in state.partitions if each.name == wanted.partition), None)
     if chosen is None:
         known = ", ".join(each.name for each in state.partitions)
-        return [*found, failed(f"partition {wanted.partition}", "it does not exist", f"Use one of: {known}.")]
+        return [*found, failure(f"partition {wanted.partition}", "it does not exist", f"Use one of: {known}.")]
     return [*found, _check_partition(chosen, wanted)]
 
 
@@ -141,7 +141,7 @@ def _check_partition(partition: Partition, wanted: SlurmRequest) -> DoctorFindin
     cores = f"{least} cores" if cores == f"{most} to {most} cores" else cores
     check, text = f"partition {partition.name}", f"{_format_nodes(partition)}, {cores} each, {_format_time(partition.seconds)}"
     if short := _shortage(partition, wanted):
-        return failed(check, f"{text}; {short}", "Request less, or another partition: `sinfo`.")
+        return failure(check, f"{text}; {short}", "Request less, or another partition: `sinfo`.")
     if partition.count_fitting(wanted) < wanted.nodes:
         text += f"; whether {format_count(wanted.nodes, 'node')} of them have {format_count(wanted.cpus, 'core')} is unknown"
         return warning(check, text, f"`sinfo -N -p {partition.name} -o '%N %c %G'` lists their resources.")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ludus.errors import AlreadyExists, LudusError, StoreError
 from ludus.launch.doctor.checks.directories import filesystem_type
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, redact_url, warning
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, redact_url, warning
 from ludus.ray_cluster.cluster import environment_variables
 from ludus.storage.base import Store, open_store
 
@@ -40,7 +40,7 @@ def check_store(location: str) -> DoctorFinding:
                     store.delete(key)
     except LudusError as error:
         remedy = error.hint or "Check that it exists and is writable. See docs/stores.md."
-        return failed("store", f"{label}: {error.message.rstrip('.')}", remedy)
+        return failure("store", f"{label}: {error.message.rstrip('.')}", remedy)
     kind = filesystem_type(path) if path is not None else ""
     return check_durations(f"{label}{f' ({kind})' if kind else ''}", seconds)
 
@@ -49,17 +49,17 @@ def _measure_store(store: Store, key: str) -> dict[str, float]:
     """Return the seconds of each operation. Raises StoreError if one fails or has a wrong result."""
     seconds: dict[str, float] = {}
 
-    def timed(name: str, action: Callable[[], T]) -> T:
+    def measure(name: str, action: Callable[[], T]) -> T:
         start = time.perf_counter()
         result = action()
         seconds[name] = time.perf_counter() - start
         return result
 
     unreliable = "The store is not reliable: use another one."
-    timed("write", lambda: store.put(f"{key}/value", _PAYLOAD))
-    if timed("read", lambda: store.get(f"{key}/value")) != _PAYLOAD:
+    measure("write", lambda: store.put(f"{key}/value", _PAYLOAD))
+    if measure("read", lambda: store.get(f"{key}/value")) != _PAYLOAD:
         raise StoreError("what was written did not come back", unreliable)
-    timed("create", lambda: store.put(f"{key}/once", b"1", overwrite=False))
+    measure("create", lambda: store.put(f"{key}/once", b"1", overwrite=False))
     try:
         store.put(f"{key}/once", b"2", overwrite=False)
     except AlreadyExists:
@@ -67,7 +67,7 @@ def _measure_store(store: Store, key: str) -> dict[str, float]:
     else:
         why = "two writers can create the same file: two trainers could overwrite each other's run"
         raise StoreError(why, "Use a store with conditional writes: see docs/stores.md.")
-    timed("bundle", lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
+    measure("bundle", lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
     if store.get_bundle(f"{key}/bundle") != {"a": _PAYLOAD}:
         raise StoreError("a bundle did not come back as it was written", unreliable)
     return seconds

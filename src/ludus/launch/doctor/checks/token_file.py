@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, skipped
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, skip
 from ludus.launch.roles import TOKEN_FILE, token_path
 from ludus.process.job_env import TOKEN
 
@@ -85,21 +85,23 @@ def check_equal_tokens(fingerprints: Mapping[str, str]) -> DoctorFinding:
     check, different = "token on all nodes", list(dict.fromkeys(fingerprints.values()))
     if not any(fingerprints.values()):
         text = "none yet; `ludus learner start` creates one on the first machine, and prints how to copy it"
-        return skipped(check, text, "`ludus submit` needs none: every job has its own.")
+        return skip(check, text, "`ludus submit` needs none: every job has its own.")
     if len(different) == 1:
         return ok(check, f"the same on {len(fingerprints)} of {len(fingerprints)}")
     groups = (([node for node in fingerprints if fingerprints[node] == value], value) for value in different)
     text = "; ".join(f"{'one' if value else 'none'}: {', '.join(nodes)}" for nodes, value in groups)
     remedy = "Copy the file of the first machine to the others, with scp -p (docs/roles.md)."
-    return failed(check, f"they differ ({text})", remedy)
+    return failure(check, f"they differ ({text})", remedy)
 
 
 def check_tokens(tokens: list[TokenFile], environ: Mapping[str, str]) -> list[DoctorFinding]:
     mode = environ.get(RAY_MODE, "")
     if not tokens:
         if mode == "token" and not environ.get(RAY_TOKEN):
-            return [failed("token", f"{RAY_MODE}=token, and there is none", f"Name its file in {RAY_PATH}, or unset {RAY_MODE}.")]
-        return [skipped("token", "none is in use; every job creates its own")]
+            return [
+                failure("token", f"{RAY_MODE}=token, and there is none", f"Name its file in {RAY_PATH}, or unset {RAY_MODE}.")
+            ]
+        return [skip("token", "none is in use; every job creates its own")]
     found = []
     for token in tokens:
         finding = check_token(token)
@@ -115,20 +117,20 @@ def check_token(token: TokenFile) -> DoctorFinding:
     if token.kind == "none":
         origin = "`ludus learner start` creates it on the first machine: copy it" if token.role else "Copy it"
         remedy = f"{origin} from where the cluster was started, or unset {variable}."
-        return failed("token", f"{where} cannot be found: {token.why}", remedy)
+        return failure("token", f"{where} cannot be found: {token.why}", remedy)
     if token.kind != "file":
-        return failed("token", f"{where} is not a file", f"Name a file in {variable}.")
+        return failure("token", f"{where} is not a file", f"Name a file in {variable}.")
     if not token.ours:
-        return failed("token", f"{where} belongs to another user", f"Create your own, and name it in {variable}.")
+        return failure("token", f"{where} belongs to another user", f"Create your own, and name it in {variable}.")
     if token.mode & 0o077:
         remedy = f"chmod 600 {token.path}; and create a new one: it may be known."
-        return failed("token", f"{where} can be read by other users (mode {token.mode:04o})", remedy)
+        return failure("token", f"{where} can be read by other users (mode {token.mode:04o})", remedy)
     if token.why:
-        return failed("token", f"{where} cannot be read: {token.why}", f"chmod 600 {token.path}")
+        return failure("token", f"{where} cannot be read: {token.why}", f"chmod 600 {token.path}")
     if token.length < _MIN_CHARS:
-        return failed("token", f"{where} holds {token.length} characters", "Create a new one: it is cut off, or can be guessed.")
+        return failure("token", f"{where} holds {token.length} characters", "Create a new one: it is cut off, or can be guessed.")
     if token.role and (token.length > _MAX_CHARS or not token.plain):
-        return failed("token", f"{where} does not contain a token", "Copy it again from the first machine of the run.")
+        return failure("token", f"{where} does not contain a token", "Copy it again from the first machine of the run.")
     if token.is_rays:  # Ludus always names its token, so that Ray does not use this one
         advice = f"for `ray start` and ray.init set {RAY_MODE} on all machines, or only some of them use it"
         return ok("token", f"{where}, private; {advice}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 
 import ludus
-from ludus.launch.doctor.finding import DoctorFinding, failed, ok, skipped
+from ludus.launch.doctor.finding import DoctorFinding, failure, ok, skip
 
 MIN_PYTHON = (3, 11)
 MIN_VERSIONS = {"torch": (2, 6), "ray": (2, 52)}
@@ -41,18 +41,18 @@ def check_versions(
     python = versions["python"]
     found = [ok("python", f"{python} ({executable})")]
     if _numbers(python) < MIN_PYTHON:
-        found = [failed("python", f"{python} ({executable})", f"Ludus needs {_join_numbers(MIN_PYTHON)} or newer.")]
+        found = [failure("python", f"{python} ({executable})", f"Ludus needs {_join_numbers(MIN_PYTHON)} or newer.")]
     found.append(ok("ludus", versions["ludus"]))
     for package, least in MIN_VERSIONS.items():
         version = versions.get(package, "")
         if launcher:
-            found.append(skipped(package, f"{version or 'not installed'}; starting a run does not need it"))
+            found.append(skip(package, f"{version or 'not installed'}; starting a run does not need it"))
         elif not version and package == "ray" and not ray:
-            found.append(skipped("ray", "not installed; a run on one machine does not need it", _INSTALL["ray"]))
+            found.append(skip("ray", "not installed; a run on one machine does not need it", _INSTALL["ray"]))
         elif not version:
-            found.append(failed(package, "not installed", _INSTALL[package]))
+            found.append(failure(package, "not installed", _INSTALL[package]))
         elif _numbers(version) < least:
-            found.append(failed(package, f"{version} is too old", f"pip install -U '{package}>={_join_numbers(least)}'"))
+            found.append(failure(package, f"{version} is too old", f"pip install -U '{package}>={_join_numbers(least)}'"))
         else:
             found.append(ok(package, version))
     return found
@@ -72,7 +72,7 @@ def check_agreement(nodes: Mapping[str, Mapping[str, str]]) -> list[DoctorFindin
         if package == "torch" and len({version.partition("+")[0] for version in different}) == 1:
             found.append(ok(check, f"one version, several builds ({by})"))  # CPU on some nodes, CUDA on others
             continue
-        found.append(failed(check, by, f"Install one version of {package} on all of them."))
+        found.append(failure(check, by, f"Install one version of {package} on all of them."))
     return found
 
 

@@ -1,0 +1,72 @@
+"""Training of several agents with a fleet: workers started elsewhere play the matches; one policy plays all agents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ludus.algorithms.run_clock import RunClock
+from ludus.algorithms.trainer import Trainer
+from ludus.buffers.model_batches import TrimmedBatches
+from ludus.buffers.segment_validation import SegmentValidator
+from ludus.distributed.match_blocks import plain_settings
+from ludus.distributed.match_results import MatchResults
+from ludus.distributed.publishing_pool import PublishingPool
+from ludus.distributed.redis.learner import BatchSettings
+from ludus.distributed.redis.messages import MatchSpec
+from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents, add_controller
+from ludus.experiments.assembly.fleet_training import max_block_age, open_fleet, worker_spec
+from ludus.experiments.assembly.learners import open_learning_run
+from ludus.experiments.assembly.match_evaluation import MatchEvaluation, find_opponent
+from ludus.experiments.assembly.match_worker_training import blocks_of_batch, make_match_plan, probe_agents
+from ludus.experiments.assembly.memory_estimate import check_memory
+from ludus.experiments.assembly.multi_agent_training import make_policies
+from ludus.experiments.assembly.worker_training import newest_weights
+from ludus.experiments.control.stopping import StopCheck
+from ludus.experiments.validation.agent_mapping import policy_config
+from ludus.sampling.match_opponents import result_names
+from ludus.transport.shared_memory import BlockLayout
+
+
+def assemble_match_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
+    """Make the components of the learner of a fleet whose workers play matches."""
+    resolved = prepared.resolved
+    e, config = resolved.experiment, resolved.config
+    assert config.multiagent is not None
+    clock = RunClock(e.stop.time_s)
+    stop = StopCheck(hooks.interrupted, clock)
+
+    assignment = probe_agents(e.env, config, stop)
+    opponent = find_opponent(assignment, config)
+    (model,) = config.multiagent.names()
+    each = {model: policy_config(resolved.algorithm.Config, config, model)}
+    policies = make_policies(assignment, each, prepared, hooks)
+    check_memory(resolved, policies)
+
+    learning = open_learning_run(prepared, policies, stack, each)
+    pool = learning.pool
+
+    plan = make_match_plan(config, assignment, policies)
+    layout = BlockLayout(plan.specs[0], plan.rows)
+    matches = MatchSpec(plan.policy_mapping, plain_settings(plan.settings), plan.rows, layout.spec.results, plan.separate_rows)
+    spec = worker_spec(prepared, policies[model], learning.run, blocks_of_batch(config))
+    validator = SegmentValidator(*assignment.spaces[model], layout.spec)
+    blocks = BatchSettings(layout, blocks_of_batch(config), max_block_age(config), validator.find_error)
+    results = MatchResults([model], config.metrics_num_episodes_for_smoothing)
+    fleet = stack.own(
+        open_fleet(
+            prepared, hooks, learning, replace(spec, matches=matches.encode()), blocks,
+            lambda: newest_weights(pool, model), lambda version: 0, results.metrics,
+        )
+    )  # fmt: skip
+    trainer = Trainer(
+        learning.algorithms,
+        TrimmedBatches(fleet.batches, result_names(config.self_play), results.add),
+        PublishingPool(pool, lambda name, version: fleet.publish(*newest_weights(pool, model))),
+        smoothing=config.metrics_num_episodes_for_smoothing,
+        by_model=False,
+        clock=clock,
+    )
+    evaluation = None
+    if config.evaluation_duration:
+        evaluation = MatchEvaluation(resolved, assignment, policies, opponent, results.zero_sum, stop)
+    return add_controller(prepared, hooks, stack, learning, fleet, trainer, evaluation)
