@@ -3,7 +3,8 @@
     python -m bench.league [--players 1000] [--results 1000000]        (about fifteen minutes)
 
 Players have a hidden strength; a match is won with the probability that their strengths give. Every result is stored before the next
-match. Times are given per tenth of the run: a cost that grew with the age of the league would show.
+match. Times are given per tenth of the run. With 1,000 players the number of pairs that have met grows all the time; with --players 100 all have
+met after the first tenth, and a cost that grew with the age of the league alone would show.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ludus.league.state import LeagueSettings, propose_match
 LEARNING = 12
 """Training players: 3 main, 3 main exploiters, 6 league exploiters."""
 PARTS = 10
+PLAYERS = 1000
 
 
 def add_players(journal: LeagueJournal, count: int) -> list[str]:
@@ -91,9 +93,10 @@ def play(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--players", type=int, default=1000)
+    parser.add_argument("--players", type=int, default=PLAYERS)
     parser.add_argument("--results", type=int, default=1_000_000)
     args = parser.parse_args()
+    head = provenance()  # before the run: the tree may change during it
     with tempfile.TemporaryDirectory() as directory:
         journal = LeagueJournal(Path(directory), LeagueSettings())
         parts = play(journal, add_players(journal, args.players), args.results, np.random.default_rng(0))
@@ -106,10 +109,11 @@ def main() -> None:
         assert journal.events == events
         journal.close()
         size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
-    found = provenance() | {"players": args.players, "results": args.results, "parts": parts}
+    found = head | {"players": args.players, "results": args.results, "parts": parts}
     found |= {"restart_s": round(restart_s, 2), "restart_cpu_s": round(restart_cpu_s, 2), "bytes_on_disk": size}
-    (RESULTS / "league-scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "league-scale.md").write_text(report(found))
+    name = "league-scale" if args.players == PLAYERS else f"league-scale-{args.players}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(report(found))
     print(report(found))
 
 

@@ -113,7 +113,7 @@ def main() -> None:
         state = journal.state
         if args.directory is None:
             with Image.open(io.BytesIO(to_png(draw_payoff(state)))) as picture:
-                picture.convert("RGB").quantize(128).save(PICTURE, optimize=True)
+                picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(PICTURE, optimize=True)
         else:
             history = rating_history(journal.history(), LeagueSettings(), every=max(1, state.results // 60))
             for name, figure in {

@@ -5,13 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 
 from ludus.league.payoff import Doubles
+from ludus.league.ratings import fit_ratings
 
-_Z_95: Final = 1.96
+_LEAST_SIGNAL: Final = 0.1
+"""Least deviation from one half, as a share of what chance contributes, of which a share can be given."""
+_MAX_WEIGHT: Final = 100.0
+"""Matches of one pair that count for the cyclic share: a pair that meets all the time must not hide the others."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,13 @@ def find_cycles(
 ) -> list[Cycle]:
     """The strongest cycles of three players, strongest first, at most `limit`.
 
-    Every win rate is more than `margin` above one half. With the numbers of matches `counts`, one half is also below the 95 % interval of
-    every win rate (Wilson 1927): among many pairs with few matches, chance alone makes many cycles.
+    Every win rate is more than `margin` above one half. With the numbers of matches `counts`, one half is also below the confidence
+    interval of every win rate (Wilson 1927). The confidence is at least 95 %, and higher with many players, so that chance alone makes
+    any cycle in at most 5 % of leagues of equal players.
     """
     beats = win_rates > 0.5 + margin
     if counts is not None:
-        beats &= _wilson_low(win_rates, counts) > 0.5
+        beats &= _wilson_low(win_rates, counts, _z_for(len(players))) > 0.5
     best: list[tuple[float, int, int, int]] = []  # a heap: the weakest first
     for a in range(len(players)):
         later = np.arange(len(players)) > a  # every cycle is found once, from its first player
@@ -59,31 +65,49 @@ def _cycle(players: Sequence[str], members: tuple[int, int, int], win_rates: Dou
     return Cycle((players[a], players[b], players[c]), rates, games)
 
 
-def _wilson_low(win_rates: Doubles, counts: Doubles) -> Doubles:
-    """Lower bounds of the 95 % intervals of all win rates; 0 without matches."""
+def _z_for(players: int) -> float:
+    """Standard deviations beyond which a win rate counts as above one half.
+
+    Three win rates are above it by chance with the cube of the probability of one; there are two directions of every triple.
+    """
+    directions = max(players * (players - 1) * (players - 2) // 3, 1)
+    return NormalDist().inv_cdf(1 - min(0.025, (0.05 / directions) ** (1 / 3)))
+
+
+def _wilson_low(win_rates: Doubles, counts: Doubles, z: float) -> Doubles:
+    """Lower bounds of the confidence intervals of all win rates; 0 without matches."""
     n = np.maximum(counts, 1.0)
-    z2 = _Z_95**2
-    middle = win_rates + z2 / (2 * n)
-    spread = _Z_95 * np.sqrt(win_rates * (1 - win_rates) / n + z2 / (4 * n**2))
-    return np.where(counts > 0, (middle - spread) / (1 + z2 / n), 0.0)
+    middle = win_rates + z**2 / (2 * n)
+    spread = z * np.sqrt(win_rates * (1 - win_rates) / n + z**2 / (4 * n**2))
+    return np.where(counts > 0, (middle - spread) / (1 + z**2 / n), 0.0)
 
 
 def cyclic_share(win_rates: Doubles, counts: Doubles | None = None) -> float:
     """How much of the payoffs no rating can explain: 0 for a pure ranking, 1 for rock-paper-scissors.
 
-    Log-odds are split into a gradient (a rating per player) and a cyclic rest (Balduzzi et al. 2019, "Open-ended learning in
-    symmetric zero-sum games"); the share is that of the squared norm. With `counts`, only pairs with results take part, and win rates are
-    drawn towards one half by one match, so that 1 win of 1 is not infinite odds.
+    The squared deviation of the win rates from those that fitted ratings expect, as a share of that from one half. With the numbers of
+    matches `counts`, pairs without results take no part, and the variance of the win rates, which chance alone contributes, is subtracted.
+    0 if there is little else than chance.
     """
-    played = ~np.eye(len(win_rates), dtype=bool)
-    rates = np.clip(win_rates, 0.01, 0.99)
-    if counts is not None:
-        played &= counts > 0
-        rates = (win_rates * counts + 0.5) / (counts + 1)
-    advantage = np.where(played, np.log(rates / (1 - rates)), 0.0)
-    advantage = (advantage - advantage.T) / 2
-    laplacian = np.diag(played.sum(axis=1)) - played
-    rating = np.linalg.pinv(laplacian.astype(np.float64), hermitian=True) @ advantage.sum(axis=1)
-    rest = np.where(played, advantage - (rating[:, None] - rating[None, :]), 0.0)
-    whole = float((advantage**2).sum())
-    return float((rest**2).sum()) / whole if whole > 1e-12 else 0.0
+    n = len(win_rates)
+    met = ~np.eye(n, dtype=bool) & (np.ones((n, n), bool) if counts is None else counts > 0)
+    if not met.any():
+        return 0.0
+    weight = np.where(met, 1.0 if counts is None else np.minimum(counts, _MAX_WEIGHT), 0.0)
+    names = [str(i) for i in range(n)]
+    fitted = fit_ratings(names, weight * win_rates, weight, {}, prior_games=1e-6 if counts is None else 1.0)
+    rating = np.array([fitted[name].elo for name in names])
+    expected = 1 / (1 + 10 ** ((rating[None, :] - rating[:, None]) / 400))
+    noise = np.zeros((n, n)) if counts is None else np.where(met, weight * _variances(win_rates, counts, expected), 0.0)
+    fitted_away = min(1.0, 2 * (n - 1) / met.sum())  # the ratings have adapted to this share of the noise
+    rest = float((weight * (win_rates - expected) ** 2 - (1 - fitted_away) * noise).sum())
+    whole = float((weight * (win_rates - 0.5) ** 2 - noise).sum())
+    if whole <= max(1e-9, _LEAST_SIGNAL * float(noise.sum())):
+        return 0.0
+    return min(max(rest / whole, 0.0), 1.0)
+
+
+def _variances(win_rates: Doubles, counts: Doubles, expected: Doubles) -> Doubles:
+    """Variances of the win rates: unbiased estimates from several matches; of a single one, what the ratings expect."""
+    several = win_rates * (1 - win_rates) / np.maximum(counts - 1, 1.0)
+    return np.where(counts >= 2, several, expected * (1 - expected))

@@ -114,7 +114,3 @@ class PayoffTable:
     def counts(self, players: Sequence[str]) -> npt.NDArray[np.int64]:
         """[players, players] number of matches."""
         return np.array([[self.record(own, other).games for other in players] for own in players], np.int64)
-
-    def draws(self, players: Sequence[str]) -> npt.NDArray[np.int64]:
-        """[players, players] number of drawn matches."""
-        return np.array([[self.record(own, other).draws for other in players] for own in players], np.int64)

@@ -31,8 +31,7 @@ def draw_payoff(state: LeagueState, top: int | None = None) -> Figure:
     rates, games = win_rates_and_games(state, names)
     cycles = find_cycles(names, rates, games, limit=_MARKED_CYCLES)
     n = len(names)
-    cell = 0.62 if n <= _COUNTS_UP_TO else 0.4 if n <= _NUMBERS_UP_TO else max(0.105, 8 / max(n, 1))
-    cell = max(cell, 4.0 / max(n, 1))
+    cell = _cell_inches(n)
     margin = 0.075 * max(map(len, names), default=0) + 0.4
     figure = new_figure(n * cell + margin + 1.0, n * cell + margin + 0.9 + 0.2 * len(cycles))
     axes = figure.subplots()
@@ -51,6 +50,12 @@ def draw_payoff(state: LeagueState, top: int | None = None) -> Figure:
     return figure
 
 
+def _cell_inches(players: int) -> float:
+    """Large enough for numbers in a small league, for labels in a large one; the matrix is at least 4 and at most 26 inches wide."""
+    wanted = 0.62 if players <= _COUNTS_UP_TO else 0.4 if players <= _NUMBERS_UP_TO else 0.105
+    return min(max(wanted, (8.0 if players > _NUMBERS_UP_TO else 4.0) / max(players, 1)), 26.0 / max(players, 1))
+
+
 def _colours() -> Any:
     from matplotlib import colormaps
 
@@ -58,8 +63,9 @@ def _colours() -> Any:
 
 
 def _label(axes: Any, state: LeagueState, names: Sequence[str], cell: float, scale: float) -> None:
-    shown = range(0, len(names), 1 + len(names) // (_LABELS_UP_TO + 1))
-    size = min(8.0, cell * 72 * 0.8)
+    every = 1 + len(names) // (_LABELS_UP_TO + 1)
+    shown = range(0, len(names), every)
+    size = min(8.0, every * cell * 72 * 0.8)
     axes.set_xticks(list(shown), [names[i] for i in shown], rotation=90, fontsize=size)
     axes.set_yticks(list(shown), [names[i] for i in shown], fontsize=size)
     axes.tick_params(length=0, pad=2)
@@ -89,15 +95,15 @@ def _mark_cycles(axes: Any, names: Sequence[str], cycles: Sequence[Cycle], cell:
     from matplotlib.patches import Rectangle
 
     index = {name: i for i, name in enumerate(names)}
-    width = 1.8
+    around = max(1.0, 0.1 / cell)  # frames of tiny cells are larger, to be seen
     for number, (cycle, colour) in enumerate(zip(cycles, _CYCLE_COLOURS, strict=False)):
         # Frames of small cells are drawn around them: inside they would hide the colour.
-        inset = 0.04 + 0.06 * number if cell > 0.2 else -0.55 - 0.35 * number
+        inset = 0.04 + 0.06 * number if cell > 0.2 else -around * (0.55 + 0.35 * number)
         for own, other in zip(cycle.players, (*cycle.players[1:], cycle.players[0]), strict=True):
             corner = (index[other] - 0.5 + inset, index[own] - 0.5 + inset)
-            axes.add_patch(Rectangle(corner, 1 - 2 * inset, 1 - 2 * inset, fill=False, edgecolor=colour, linewidth=width))
+            axes.add_patch(Rectangle(corner, 1 - 2 * inset, 1 - 2 * inset, fill=False, edgecolor=colour, linewidth=1.8))
     if cycles:
-        frames = [Rectangle((0, 0), 1, 1, fill=False, edgecolor=colour, linewidth=width) for colour in _CYCLE_COLOURS]
+        frames = [Rectangle((0, 0), 1, 1, fill=False, edgecolor=colour, linewidth=1.8) for colour in _CYCLE_COLOURS]
         legend = [describe_cycle(cycle) for cycle in cycles]
         axes.legend(
             frames[: len(cycles)], legend, loc="upper left", bbox_to_anchor=(0, -0.01), fontsize=size, frameon=False, borderaxespad=0.2
