@@ -10,6 +10,7 @@ from ludus.league.matchmaking import (
     MatchmakingSettings,
     MatchmakingView,
     choose_opponent,
+    opponent_probabilities,
     pfsp,
     quality_after_loss,
     quality_probabilities,
@@ -129,3 +130,44 @@ def test_quality_falls_faster_for_rarely_drawn_versions() -> None:
     np.testing.assert_allclose(quality_probabilities({"a": 0.0, "b": 0.0}, ["a", "b"]), 0.5)
     assert quality_after_loss(0.0, 0.5, 2) == pytest.approx(-0.01)
     assert quality_after_loss(0.0, 0.1, 2) == pytest.approx(-0.05)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "round_robin"])
+@pytest.mark.parametrize("role", [PlayerRole.MAIN, PlayerRole.MAIN_EXPLOITER, PlayerRole.LEAGUE_EXPLOITER])
+def test_published_probabilities_are_the_frequencies_of_the_draws(scheme: str, role: PlayerRole) -> None:
+    own, other, exploiter = Player("own", role), Player("other", PlayerRole.MAIN), Player("exploiter", PlayerRole.MAIN_EXPLOITER)
+    past = [snapshot(f"own.{n}", own) for n in range(3)] + [snapshot("other.1", other), snapshot("exploiter.1", exploiter)]
+    wins = {
+        ("own", "own.0"): 0.5,
+        ("own", "own.1"): 0.9,
+        ("own", "own.2"): 0.6,
+        ("own", "other"): 0.2,
+        ("own", "exploiter.1"): 0.25,
+    }
+    seen = view(own, other, exploiter, *past, Player("script", PlayerRole.FIXED), wins=wins)
+    settings = MatchmakingSettings(scheme)
+    published = opponent_probabilities(seen, own, settings)
+    assert sum(published.values()) == pytest.approx(1.0)
+    drawn = draw(seen, own, settings, 8000)
+    for name in {*published, *drawn}:
+        assert drawn.get(name, 0.0) == pytest.approx(published.get(name, 0.0), abs=0.02)
+
+
+def test_round_robin_publishes_all_others_equally_and_issues_them_in_turn() -> None:
+    seen = view(MAIN, snapshot("a"), snapshot("b"), Player("c", PlayerRole.FIXED))
+    settings = MatchmakingSettings("round_robin")
+    assert opponent_probabilities(seen, MAIN, settings) == dict.fromkeys("abc", pytest.approx(1 / 3))
+    turns = [MatchmakingView(seen.players, seen.payoff, matches=n) for n in range(6)]
+    assert [choose_opponent(turn, MAIN, settings, np.random.default_rng(0)) for turn in turns] == list("abcabc")
+
+
+def test_psro_meets_the_population_by_the_equilibrium_of_mean_gains() -> None:
+    # Rock, paper, scissors where paper against rock pays 2: the equilibrium is (1/4, 1/4, 1/2) by hand.
+    payoff = PayoffTable()
+    for winner, loser, gain in (("paper", "rock", 200.0), ("scissors", "paper", 100.0), ("rock", "scissors", 100.0)):
+        payoff = payoff.add(winner, loser, 100, 0, 0, gain=gain)
+    players = {name: Player(name, PlayerRole.FIXED) for name in ("rock", "paper", "scissors")}
+    seen = MatchmakingView({"main": MAIN, **players}, payoff)
+    found = opponent_probabilities(seen, MAIN, MatchmakingSettings("psro"))
+    assert found == {"rock": pytest.approx(0.25), "paper": pytest.approx(0.25), "scissors": pytest.approx(0.5)}
+    assert opponent_probabilities(view(MAIN), MAIN, MatchmakingSettings("psro")) == {"main": 1.0}

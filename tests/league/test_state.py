@@ -14,6 +14,7 @@ from ludus.league.events import (
     PlayerTrained,
     ResultsReported,
     SnapshotTaken,
+    SourceClosed,
     event_from_json,
     event_to_json,
 )
@@ -154,3 +155,26 @@ def test_beaten_snapshots_lose_quality() -> None:
 )
 def test_events_survive_json(event: LeagueEvent) -> None:
     assert event_from_json(event_to_json(event)) == event
+
+
+def test_results_of_an_earlier_generation_only_count_as_played() -> None:
+    state = apply(
+        LeagueState(),
+        PlayerAdded(Player("a", PlayerRole.MAIN_EXPLOITER, steps=500)),
+        PlayerAdded(Player("b", PlayerRole.MAIN)),
+        SnapshotTaken("a", "a.1", "m", reset=True),
+        ResultsReported("s", 1, "a", "b", 7, 0, 0, gain=7.0, generation=0),
+    )
+    assert state.results == 7
+    assert state.payoff.record("a", "b").games == 0
+    assert state.players["a"].generation_steps == 500
+    state = apply(state, ResultsReported("s", 2, "a", "b", 3, 0, 1, gain=-8.0, generation=1))
+    assert (state.results, state.payoff.record("b", "a").gain) == (11, 8.0)
+    assert state.payoff.win_rate("a", "b") == pytest.approx(0.75)
+    assert apply(state, SourceClosed("s")).reports == {}
+
+
+@pytest.mark.parametrize("gain", [float("nan"), float("inf")])
+def test_gains_that_are_not_finite_are_refused(gain: float) -> None:
+    state = apply(LeagueState(), PlayerAdded(Player("a", PlayerRole.MAIN)), PlayerAdded(Player("b", PlayerRole.MAIN)))
+    assert isinstance(step(state, ResultsReported("s", 1, "a", "b", 1, 0, 0, gain=gain)), Refusal)

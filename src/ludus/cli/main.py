@@ -18,7 +18,7 @@ from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, sub
 from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
 from ludus.cli.help import HelpApp
-from ludus.cli.league import inspect, manage
+from ludus.cli.league import inspect, manage, run
 from ludus.cli.output import is_debug, notify, print_error
 from ludus.cli.serving import check_game, export, fake, serve
 from ludus.cli.training import config, demo, new, presets, train, tune
@@ -39,6 +39,7 @@ app.command("tune", rich_help_panel=TRAIN)(tune.tune)
 app.command("rollout", rich_help_panel=TRAIN)(rollout.rollout)
 app.command("battle", rich_help_panel=TRAIN)(battle.battle)
 league = HelpApp(name="league", help="Leagues: players that train against each other and their past.", no_args_is_help=True)
+run.add_commands(league)
 inspect.add_commands(league)
 manage.add_commands(league)
 app.add_typer(league, name="league", rich_help_panel=TRAIN)

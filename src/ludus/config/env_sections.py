@@ -25,11 +25,13 @@ _OTHER_SETTINGS = {
 class SelfPlayConfig(ConfigSection):
     """The `self_play:` section: who plays the other side of a game with two sides. Only the steps of the learning side train."""
 
-    opponents: Literal["latest", "past", "mix"] | None = Field(
+    opponents: Literal["latest", "past", "mix", "league"] | None = Field(
         None,
-        description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`. null = all agents "
-        "or sessions learn; in the Arena and gamecore games `env_config.opponent` decides.",
+        description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`; league = the players "
+        "of `league`. null = all agents or sessions learn; in the Arena and gamecore games `env_config.opponent` decides.",
     )
+    league: str | None = Field(None, description="With league: directory of the league; `ludus league run` sets it.")
+    player: str | None = Field(None, description="With league: name of the player that this run trains.")
     latest: float = Field(0.8, ge=0, le=1, description="With mix: share of matches against the newest version.")
     every: int = Field(
         20, ge=1, alias="snapshot_every", description="Snapshot the policy as an opponent every N versions (`snapshot_every`)."
@@ -44,6 +46,14 @@ class SelfPlayConfig(ConfigSection):
         description="The two sides as lists of agents, or of seats or sides of an external game; null = two agents, or seats, play "
         "against each other.",
     )
+
+    @model_validator(mode="after")
+    def _check_league(self) -> SelfPlayConfig:
+        if self.opponents == "league" and not (self.league and self.player):
+            raise ValueError("opponents: league needs the directory of the league and the name of the player")
+        if self.opponents != "league" and (self.league or self.player):
+            raise ValueError("league and player are for opponents: league")
+        return self
 
 
 class PreprocessConfig(ConfigSection):

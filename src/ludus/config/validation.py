@@ -76,7 +76,12 @@ def check_algorithm_config(
 
 
 def parse_external_config(data: Mapping[str, Any]) -> ExternalConfig:
-    return _validate(ExternalConfig, TranslatedSection(dict(data)), "config.env_config")
+    return parse_section(ExternalConfig, data, "config.env_config")
+
+
+def parse_section(schema: type[SectionT], data: Mapping[str, Any], where: str = "") -> SectionT:
+    """Validate a section whose keys have no other spellings. `where`: its path in the file. Raises ConfigErrors with all problems."""
+    return _validate(schema, TranslatedSection(dict(data)), where)
 
 
 def dump_config(config: AlgorithmConfig) -> dict[str, Any]:

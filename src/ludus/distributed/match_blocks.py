@@ -102,6 +102,10 @@ class MatchBlockSampler:
         times.steps = matches.env_steps if self._plan.settings.by_env_steps else matches.agent_steps
         return times
 
+    def close(self) -> None:
+        """Close the seating, which may have results to report."""
+        self._sampler.close()
+
     def is_between_batches(self) -> bool:
         """Whether the next `step` begins to play for a new batch."""
         return not self._batches.ready()

@@ -173,7 +173,7 @@ def _sample_matches(
         lambda: make_match(plan.env, plan.env_config, wrappers=plan.wrappers, preprocess=plan.preprocess), plan.num_envs,
         forgiving=plan.forgiving, beat=context.beat,
     )  # fmt: skip
-    with contextlib.closing(copies):
+    with contextlib.closing(copies), contextlib.ExitStack() as stack:
         first, before = begin + writer.committed, writer.committed
         seed = plan.seed_of(index, first, context.incarnation)
         counters = _Counters(writer)
@@ -199,6 +199,7 @@ def _sample_matches(
             self_play=plan.self_play, interruption=Interruption(beat), run=Path(plan.run) if plan.run else None,
             worker=index, skip=first % plan.blocks_per_update,
         )  # fmt: skip
+        stack.callback(sampler.close)
         context.ready()
         while True:
             if sampler.is_between_batches():

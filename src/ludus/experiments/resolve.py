@@ -101,6 +101,12 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
                 f"memory is {experiment.memory}, and the agents have several policies: {', '.join(config.multiagent.names())}.",
                 "A fleet trains one policy: use one for all agents, or num_workers with memory: embedded.",
             )
+    elif config.self_play.opponents == "league":
+        raise ConfigError(
+            f"config.self_play.opponents is league; players of a league meet in environments with several agents, and {experiment.env} "
+            "is not one.",
+            "Use latest, past or mix.",
+        )
     elif config.multiagent is not None:
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."

@@ -80,6 +80,17 @@ class ResultsReported:
     wins: int
     draws: int
     losses: int
+    gain: float | None = None
+    """Sum of the player's gains: half of the difference between the returns of the sides. None: 1 per win, -1 per loss."""
+    generation: int | None = None
+    """Of the player when it played. Results of an earlier generation count as played, and not in payoffs and ratings."""
+
+
+@dataclass(frozen=True)
+class SourceClosed:
+    """A source will send no more reports; its last number is forgotten."""
+
+    source: str
 
 
 LeagueEvent = (
@@ -91,12 +102,14 @@ LeagueEvent = (
     | MatchIssued
     | MatchFinished
     | ResultsReported
+    | SourceClosed
 )
 
 _KINDS: Final[Mapping[str, type[LeagueEvent]]] = {
     kind.__name__: kind
     for kind in (
-        PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, MatchIssued, MatchFinished, ResultsReported
+        PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, MatchIssued, MatchFinished, ResultsReported,
+        SourceClosed,
     )
 }  # fmt: skip
 

@@ -2,17 +2,21 @@
 
 Prioritised fictitious self-play (PFSP) draws opponents with weights that depend on the win rate against them; the probabilities of
 the roles are those of AlphaStar (Vinyals et al. 2019). The other schemes are plain self-play, fictitious self-play, OpenAI Five's 80/20
-with quality scores, and round-robin.
+with quality scores, round-robin, and PSRO (Lanctot et al. 2017), which draws from the meta-strategy over the population.
+
+A scheme is a mixture of branches. `choose_opponent` draws a branch and evaluates that one only; `opponent_probabilities` evaluates all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
+from ludus.game_theory.meta_solvers import find_meta_solver
 from ludus.league.payoff import Doubles, PayoffTable
 from ludus.league.players import Player, PlayerRole
 
@@ -41,7 +45,7 @@ class MatchmakingSettings:
     """Probabilities and thresholds. Defaults are the published ones."""
 
     scheme: str = "league"
-    """league, self_play, fictitious, past_quality, round_robin or pfsp."""
+    """league, self_play, fictitious, past_quality, round_robin, pfsp or psro."""
     weighting: str = "squared"
     main_pfsp: float = 0.5
     """Share of a main player's matches against all snapshots by PFSP."""
@@ -54,6 +58,8 @@ class MatchmakingSettings:
     forgotten: float = 0.7
     latest: float = 0.8
     """past_quality: share of matches against itself."""
+    meta_solver: str = "nash"
+    """psro: uniform, nash, prd or alpha_rank."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,41 @@ class MatchmakingView:
     """Matches issued so far, for `round_robin`."""
 
 
+Pool = tuple[Sequence[str], Doubles]
+"""Opponents and their probabilities."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A share of a player's matches, and the opponents of these."""
+
+    share: float
+    pool: Callable[[], Pool]
+
+
 def choose_opponent(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
     """Return the name of the next opponent; the player itself if there is no other."""
-    return SCHEMES[settings.scheme](view, player, settings, random)
+    branches = SCHEMES[settings.scheme](view, player, settings)
+    at = 0
+    if len(branches) > 1:
+        shares = np.cumsum([branch.share for branch in branches])
+        at = min(int(np.searchsorted(shares, random.random() * shares[-1], side="right")), len(branches) - 1)
+    names, probabilities = branches[at].pool()
+    if settings.scheme == ROUND_ROBIN:
+        return names[view.matches % len(names)]
+    return names[int(random.choice(len(names), p=probabilities))]
+
+
+def opponent_probabilities(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> dict[str, float]:
+    """Return the probability of every opponent with which `choose_opponent` draws it; they add up to 1."""
+    found: dict[str, float] = {}
+    branches = [branch for branch in SCHEMES[settings.scheme](view, player, settings) if branch.share > 0]
+    whole = sum(branch.share for branch in branches)
+    for branch in branches:
+        for name, probability in zip(*branch.pool(), strict=True):
+            if probability > 0:
+                found[name] = found.get(name, 0.0) + branch.share / whole * float(probability)
+    return found
 
 
 def _names(
@@ -87,55 +125,57 @@ def _names(
     ]
 
 
-def _snapshots(view: MatchmakingView) -> list[str]:
+def population(view: MatchmakingView) -> list[str]:
+    """Available players whose policy does not change: snapshots and fixed players."""
     return [one.name for one in view.players.values() if one.available and one.role in (PlayerRole.HISTORICAL, PlayerRole.FIXED)]
 
 
-def _draw(names: Sequence[str], probabilities: Doubles, random: np.random.Generator) -> str:
-    return names[int(random.choice(len(names), p=probabilities))]
+def _certainly(name: str) -> Pool:
+    return [name], np.ones(1)
 
 
-def _draw_pfsp(view: MatchmakingView, player: Player, names: Sequence[str], weighting: str, random: np.random.Generator) -> str:
-    return _draw(names, pfsp(view.payoff.win_rates(player.name, names), weighting), random)
+def _equally(names: Sequence[str]) -> Pool:
+    return names, np.full(len(names), 1 / len(names))
+
+
+def _by_pfsp(view: MatchmakingView, player: Player, names: Sequence[str], weighting: str) -> Pool:
+    return names, pfsp(view.payoff.win_rates(player.name, names), weighting)
 
 
 # -- the roles of AlphaStar ------------------------------------------------------------------------------------------------
 
 
-def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
+def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     match player.role:
         case PlayerRole.MAIN_EXPLOITER:
-            return _for_main_exploiter(view, player, settings, random)
+            return _for_main_exploiter(view, player, settings)
         case PlayerRole.LEAGUE_EXPLOITER:
-            return _pfsp_all(view, player, settings, random)
+            return _pfsp_all(view, player, settings)
         case _:
-            return _for_main(view, player, settings, random)
+            return _for_main(view, player, settings)
 
 
-def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
-    coin = random.random()
-    if coin < settings.main_pfsp:
-        return _pfsp_all(view, player, settings, random)
+def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+    branches = [Branch(settings.main_pfsp, lambda: _all_by_pfsp(view, player, settings))]
     mains = _names(view, role=PlayerRole.MAIN) or [player.name]
-    opponent = mains[int(random.integers(len(mains)))]
-    if coin < settings.main_pfsp + settings.main_verification:
-        verified = _verification(view, player, opponent, settings, random)
-        if verified is not None:
-            return verified
-    return _self_play_or_snapshots(view, player, opponent, settings.too_hard, random)
+    verified = settings.main_verification / len(mains)
+    rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
+    for main in mains:
+        against = functools.partial(_self_play_or_snapshots, view, player, main, settings.too_hard)
+        verify = functools.partial(_verification, view, player, main, settings)
+        branches += [Branch(verified, lambda verify=verify, against=against: verify() or against()), Branch(rest, against)]  # type: ignore[misc]
+    return branches
 
 
-def _verification(
-    view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings, random: np.random.Generator
-) -> str | None:
+def _verification(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool | None:
     """Exploiters that the player loses to; else snapshots of a main player that it has forgotten how to beat."""
     exploiters = _names(view, role=PlayerRole.HISTORICAL, parent_role=PlayerRole.MAIN_EXPLOITER)
     if exploiters and view.payoff.win_rates(player.name, exploiters).min() < settings.too_hard:
-        return _draw_pfsp(view, player, exploiters, "squared", random)
+        return _by_pfsp(view, player, exploiters, "squared")
     past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     past = past[: _forgotten_until(view.payoff.win_rates(player.name, past))]
     if past and view.payoff.win_rates(player.name, past).min() < settings.forgotten:
-        return _draw_pfsp(view, player, past, "squared", random)
+        return _by_pfsp(view, player, past, "squared")
     return None
 
 
@@ -145,49 +185,52 @@ def _forgotten_until(win_rates: Doubles) -> int:
     return int(rising[-1]) + 2 if rising.size else 0
 
 
-def _self_play_or_snapshots(
-    view: MatchmakingView, player: Player, opponent: str, too_hard: float, random: np.random.Generator
-) -> str:
+def _self_play_or_snapshots(view: MatchmakingView, player: Player, opponent: str, too_hard: float) -> Pool:
     """The current main player; its snapshots if it is too strong."""
     past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     if opponent == player.name or view.payoff.win_rate(player.name, opponent) > too_hard or not past:
-        return opponent
-    return _draw_pfsp(view, player, past, "variance", random)
+        return _certainly(opponent)
+    return _by_pfsp(view, player, past, "variance")
 
 
-def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
+def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     mains = _names(view, role=PlayerRole.MAIN)
-    if not mains:
-        return _pfsp_all(view, player, settings, random)
-    opponent = mains[int(random.integers(len(mains)))]
-    return _self_play_or_snapshots(view, player, opponent, settings.exploiter_too_hard, random)
+    too_hard = settings.exploiter_too_hard
+    against = [functools.partial(_self_play_or_snapshots, view, player, main, too_hard) for main in mains]
+    return [Branch(1 / len(mains), pool) for pool in against] or _pfsp_all(view, player, settings)
 
 
-def _pfsp_all(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
+def _pfsp_all(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+    return [Branch(1.0, lambda: _all_by_pfsp(view, player, settings))]
+
+
+def _all_by_pfsp(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> Pool:
     """All snapshots and fixed players by PFSP."""
-    names = _snapshots(view)
-    return _draw_pfsp(view, player, names, settings.weighting, random) if names else player.name
+    names = population(view)
+    return _by_pfsp(view, player, names, settings.weighting) if names else _certainly(player.name)
 
 
 # -- other schemes ----------------------------------------------------------------------------------------------------------
 
 
-def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
-    return player.name
+def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+    return [Branch(1.0, lambda: _certainly(player.name))]
 
 
-def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
+def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     """Every past version of the player with equal probability, itself included."""
-    names = [player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]
-    return names[int(random.integers(len(names)))]
+    return [Branch(1.0, lambda: _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))]
 
 
-def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
+def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
     """OpenAI Five: mostly itself; past versions by the softmax of their quality scores."""
     past = _names(view, role=PlayerRole.HISTORICAL, parent=player.name)
-    if not past or random.random() < settings.latest:
-        return player.name
-    return _draw(past, quality_probabilities(view.quality, past), random)
+    if not past:
+        return _self_play(view, player, settings)
+    return [
+        Branch(settings.latest, lambda: _certainly(player.name)),
+        Branch(1 - settings.latest, lambda: (past, quality_probabilities(view.quality, past))),
+    ]
 
 
 def quality_probabilities(quality: Mapping[str, float], names: Sequence[str]) -> Doubles:
@@ -201,17 +244,38 @@ def quality_after_loss(quality: float, probability: float, pool: int, rate: floa
     return quality - rate / (pool * max(probability, 1e-6))
 
 
-def _round_robin(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
-    names = [name for name in _names(view) if name != player.name]
-    return names[view.matches % len(names)] if names else player.name
+def _round_robin(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+    """All other players equally often; matches that are issued one by one go in turn."""
+    return [Branch(1.0, lambda: _equally([name for name in _names(view) if name != player.name] or [player.name]))]
 
 
-Scheme = Callable[[MatchmakingView, Player, MatchmakingSettings, np.random.Generator], str]
+def _psro(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+    """The population by its meta-strategy: the player trains a best response to it."""
+    return [Branch(1.0, lambda: meta_strategy(view, settings.meta_solver) or _certainly(player.name))]
+
+
+def meta_strategy(view: MatchmakingView, solver: str) -> Pool | None:
+    """Solve the meta-game of the population, whose payoffs are mean gains per match; None without a population."""
+    names = population(view)
+    if not names:
+        return None
+    return names, _solve(solver, len(names), view.payoff.mean_gains(names).tobytes())
+
+
+@functools.lru_cache(maxsize=16)
+def _solve(solver: str, players: int, payoffs: bytes) -> Doubles:
+    return find_meta_solver(solver)(np.frombuffer(payoffs, np.float64).reshape(players, players))[0]
+
+
+ROUND_ROBIN: Final = "round_robin"
+PSRO: Final = "psro"
+Scheme = Callable[[MatchmakingView, Player, MatchmakingSettings], list[Branch]]
 SCHEMES: Final[Mapping[str, Scheme]] = {
     "league": _league,
     "self_play": _self_play,
     "fictitious": _fictitious,
     "past_quality": _past_quality,
     "pfsp": _pfsp_all,
-    "round_robin": _round_robin,
+    ROUND_ROBIN: _round_robin,
+    PSRO: _psro,
 }

@@ -25,22 +25,24 @@ class PairRecord(NamedTuple):
     """Number of results, older ones discounted."""
     win_rate: float = UNSEEN
     """Share of wins, draws as half, older ones discounted; 0.5 without results."""
+    gain: float = 0.0
+    """Sum over all results of the return above that of an even match: half of the difference between the sides."""
 
     @property
     def games(self) -> int:
         return self.wins + self.draws + self.losses
 
-    def add(self, wins: int, draws: int, losses: int, decay: float) -> PairRecord:
+    def add(self, wins: int, draws: int, losses: int, decay: float, gain: float = 0.0) -> PairRecord:
         """Count further results. Several at once are discounted as if they alternated evenly."""
         games = wins + draws + losses
         kept = self.weight * decay**games
         fresh = float(games) if decay == 1.0 else (1 - decay**games) / (1 - decay)
         rate = (self.win_rate * kept + fresh * (wins + 0.5 * draws) / games) / (kept + fresh)
-        return PairRecord(self.wins + wins, self.draws + draws, self.losses + losses, kept + fresh, rate)
+        return PairRecord(self.wins + wins, self.draws + draws, self.losses + losses, kept + fresh, rate, self.gain + gain)
 
     def mirrored(self) -> PairRecord:
         """The same results from the other player's view."""
-        return PairRecord(self.losses, self.draws, self.wins, self.weight, 1 - self.win_rate)
+        return PairRecord(self.losses, self.draws, self.wins, self.weight, 1 - self.win_rate, -self.gain)
 
 
 NO_RESULTS: Final = PairRecord()
@@ -61,14 +63,17 @@ class PayoffTable:
         row = self.rows.get(player, {})
         return np.array([row.get(opponent, NO_RESULTS).win_rate for opponent in opponents], np.float64)
 
-    def add(self, player: str, opponent: str, wins: int, draws: int, losses: int, decay: float = 1.0) -> PayoffTable:
-        """Count matches. Those of a player against itself count nothing."""
+    def add(
+        self, player: str, opponent: str, wins: int, draws: int, losses: int, decay: float = 1.0, gain: float | None = None
+    ) -> PayoffTable:
+        """Count matches. Those of a player against itself count nothing. `gain` None: 1 per won match, -1 per lost one."""
         if player == opponent or wins + draws + losses == 0:
             return self
+        gained = float(wins - losses) if gain is None else gain
         if player > opponent:
-            player, opponent, wins, losses = opponent, player, losses, wins
+            player, opponent, wins, losses, gained = opponent, player, losses, wins, -gained
         rows = dict(self.rows)
-        record = self.record(player, opponent).add(wins, draws, losses, decay)
+        record = self.record(player, opponent).add(wins, draws, losses, decay, gained)
         rows[player] = {**rows.get(player, {}), opponent: record}
         rows[opponent] = {**rows.get(opponent, {}), player: record.mirrored()}
         return PayoffTable(rows)
@@ -100,6 +105,11 @@ class PayoffTable:
         rates = np.stack([self.win_rates(player, players) for player in players]) if players else np.zeros((0, 0))
         np.fill_diagonal(rates, UNSEEN)
         return rates
+
+    def mean_gains(self, players: Sequence[str]) -> Doubles:
+        """[players, players] mean gain per match; 0 on the diagonal and where there are no results."""
+        records = [[self.record(own, other) for other in players] for own in players]
+        return np.array([[one.gain / one.games if one.games else 0.0 for one in row] for row in records], np.float64)
 
     def counts(self, players: Sequence[str]) -> npt.NDArray[np.int64]:
         """[players, players] number of matches."""

@@ -40,6 +40,8 @@ class Player:
     """`steps` at its last snapshot or reset."""
     generation: int = 0
     """Number of resets to its initial weights."""
+    generation_steps: int = 0
+    """`steps` at its last reset."""
     rating: float | None = None
     """Fixed rating of an anchor; None: rated by results."""
     retired: bool = False

@@ -6,6 +6,7 @@ refused with a reason and changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -22,6 +23,7 @@ from ludus.league.events import (
     PlayerTrained,
     ResultsReported,
     SnapshotTaken,
+    SourceClosed,
     is_valid_score,
 )
 from ludus.league.matchmaking import (
@@ -134,6 +136,8 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
             return _finish_match(state, event)
         case ResultsReported():
             return _count_report(state, event)
+        case SourceClosed():
+            return replace(state, reports={source: last for source, last in state.reports.items() if source != event.source})
 
 
 # -- players ---------------------------------------------------------------------------------------------------------------
@@ -180,7 +184,8 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
     if isinstance(added, Refusal):
         return added
     generation = parent.generation + event.reset
-    after = _with_player(added, parent.name, snapshot_steps=parent.steps, generation=generation)
+    begun = parent.steps if event.reset else parent.generation_steps
+    after = _with_player(added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun)
     if isinstance(after, LeagueState) and event.reset:
         return replace(
             after,
@@ -240,11 +245,17 @@ def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | R
         return Refusal(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
     if min(event.wins, event.draws, event.losses) < 0:
         return Refusal(f"Report {event.number} of {event.source!r} has a negative number of results.")
+    if event.gain is not None and not math.isfinite(event.gain):
+        return Refusal(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
     counted = replace(state, reports={**state.reports, event.source: event.number})
-    return _count(counted, event.player, event.opponent, event.wins, event.draws, event.losses)
+    if event.generation not in (None, state.players[event.player].generation):
+        return replace(counted, results=state.results + event.wins + event.draws + event.losses)
+    return _count(counted, event.player, event.opponent, event.wins, event.draws, event.losses, event.gain)
 
 
-def _count(state: LeagueState, player: str, opponent: str, wins: int, draws: int, losses: int) -> LeagueState:
+def _count(
+    state: LeagueState, player: str, opponent: str, wins: int, draws: int, losses: int, gain: float | None = None
+) -> LeagueState:
     """Count results of one pair in the payoff table and the ratings. Matches of a player against itself only count as played."""
     games = wins + draws + losses
     if not games or player == opponent:
@@ -252,7 +263,7 @@ def _count(state: LeagueState, player: str, opponent: str, wins: int, draws: int
     return replace(
         state,
         results=state.results + games,
-        payoff=state.payoff.add(player, opponent, wins, draws, losses, state.settings.decay),
+        payoff=state.payoff.add(player, opponent, wins, draws, losses, state.settings.decay, gain),
         elo={**state.elo, **_rate_elo(state, player, opponent, games, (wins + 0.5 * draws) / games)},
         skill={**state.skill, **_rate_skill(state, player, opponent, (wins, draws, losses))},
         quality=_lower_quality(state, opponent, wins),

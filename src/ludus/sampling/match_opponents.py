@@ -21,7 +21,7 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import PolicySource
-from ludus.sampling.multi_agent import MatchBatch, PolicySet, SeatAgents, Seating
+from ludus.sampling.multi_agent import FinishedMatch, MatchBatch, PolicySet, SeatAgents, Seating
 from ludus.sampling.self_play import OpponentDraw, PolicyHistory
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,17 @@ class MatchOpponent:
     """In results: latest, past, or the name of a player."""
     model: str | None
     """Its name in the PolicySet; None: random actions."""
+    on_finished: Callable[[FinishedMatch], None] | None = None
+    """Called with the match when it is over."""
 
 
 class OpponentChooser(Protocol):
     def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
         """Choose the opponent of the next match. `in_use`: models of matches that are not over."""
+        ...
+
+    def close(self) -> None:
+        """No match will follow."""
         ...
 
 
@@ -97,6 +103,9 @@ class SelfPlayOpponents:
             self._versions = {name: number for name, number in self._versions.items() if name in kept} | {model: version}
         return MatchOpponent(PAST, model)
 
+    def close(self) -> None:
+        """Its policies belong to the PolicySet."""
+
 
 def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:
     """Names of the results that self-play adds to batches."""
@@ -111,17 +120,36 @@ def seat_self_play(
     (model,) = set(policy_mapping.values())
 
     def make(matches: MatchBatch, policies: PolicySet) -> SeatAgents:
-        history = PolicyHistory(settings, model)
-        policy, version = source.newest()
-        history.add(policy, version)
-        if run is not None:
-            history.load_from_run(run, version)
-        loaded = LoadedOpponents(policies, policy)
-        opponents = SelfPlayOpponents(settings, model, source, history, loaded, lambda: matches.env_steps)
+        if settings.opponents == "league":
+            opponents = _league_opponents(settings, model, source, matches, policies)
+        else:
+            opponents = _own_versions(settings, model, source, matches, policies, run)
         sides = settings.sides or [[agent] for agent in policy_mapping]
         return TwoSides(sides, policy_mapping, opponents, matches.models_in_use, seed, swap_sides=settings.swap_sides)
 
     return make
+
+
+def _own_versions(
+    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchBatch, policies: PolicySet, run: Path | None
+) -> OpponentChooser:
+    history = PolicyHistory(settings, model)
+    policy, version = source.newest()
+    history.add(policy, version)
+    if run is not None:
+        history.load_from_run(run, version)
+    return SelfPlayOpponents(settings, model, source, history, LoadedOpponents(policies, policy), lambda: matches.env_steps)
+
+
+def _league_opponents(
+    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchBatch, policies: PolicySet
+) -> OpponentChooser:
+    from ludus.sampling.league_opponents import LeagueOpponents  # imports this module
+
+    assert settings.league is not None
+    assert settings.player is not None
+    league, like = Path(settings.league), source.newest()[0]
+    return LeagueOpponents(league, settings.player, policies, model, like, lambda: matches.env_steps, period=settings.period)
 
 
 class TwoSides:
@@ -153,4 +181,7 @@ class TwoSides:
         for number, side in enumerate(self._sides):
             for agent in side:
                 models[agent] = self._mapping[agent] if number == learning else opponent.model
-        return Seating(models, frozenset(self._sides[learning]), opponent.name)
+        return Seating(models, frozenset(self._sides[learning]), opponent.name, opponent.on_finished)
+
+    def close(self) -> None:
+        self._opponents.close()

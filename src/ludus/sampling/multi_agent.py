@@ -96,6 +96,8 @@ class Seating:
     """Agents whose steps are recorded; None: all whose model is."""
     opponent: str = ""
     """Name of the opponent, for results."""
+    on_finished: Callable[[FinishedMatch], None] | None = None
+    """Called with the match when it is over; not if it fails or is cut."""
 
 
 SeatAgents = Callable[[int], Seating]
@@ -144,6 +146,13 @@ class FinishedMatch:
         own = max(gained for agent, gained in self.returns.items() if agent in own_side)
         other = max(gained for agent, gained in self.returns.items() if agent not in own_side)
         return 0.5 + 0.5 * ((own > other) - (own < other))
+
+    @property
+    def gain(self) -> float:
+        """Half of the difference between the total returns of the side that learned and the other one; its return in a zero-sum game."""
+        assert self.seating is not None
+        own_side = self.seating.recorded or frozenset()
+        return 0.5 * sum(gained if agent in own_side else -gained for agent, gained in self.returns.items())
 
     def result(self, name: str) -> float | None:
         """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent and for other names.
@@ -275,7 +284,7 @@ class PolicySet:
     ) -> None:
         self._sources, self._generator, self._explore = dict(sources), generator, explore
 
-    def add_fixed(self, model: str, policy: Policy) -> None:
+    def add_fixed(self, model: str, policy: ActingPolicy) -> None:
         """Add a policy whose weights do not change."""
         self._sources[model] = FixedSource(policy)
 
@@ -518,7 +527,10 @@ class MatchBatch:
             self._add_turn_rewards(slot)
             if slot.current.over:
                 self.matches += 1
-                self.finished.append((number, FinishedMatch(dict(slot.returns), slot.steps, slot.seating)))
+                match = FinishedMatch(dict(slot.returns), slot.steps, slot.seating)
+                self.finished.append((number, match))
+                if slot.seating.on_finished is not None:
+                    slot.seating.on_finished(match)
         self.times.policy_s += clock() - stepped
 
     def _advance(self, slot: _MatchSlot, actions: Mapping[str, Any]) -> bool:
@@ -765,6 +777,12 @@ class MultiAgentSampler:
                 report[f"{model}/episode_length_mean"] = float(np.mean(recent.lengths))
         report |= {"discarded_steps": float(matches.stats.discarded), "unrecorded_steps": float(matches.stats.unrecorded)}
         return report | ({"env_restarts": float(self._copies.restarts)} if self._copies.forgiving else {})
+
+    def close(self) -> None:
+        """Close the seating, which may have results to report. The environments belong to the caller."""
+        close = getattr(self.matches.seat_agents, "close", None)
+        if close is not None:
+            close()
 
     def unlearned_steps(self) -> int:
         return self.matches.env_steps - self._batched_steps

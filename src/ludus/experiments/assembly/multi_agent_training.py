@@ -71,9 +71,11 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     if config.self_play.opponents is not None:
         (source,) = sources.values()
         seating = seat_self_play(config.self_play, assignment.agents, source, seed, learning.run.directory)
-    sampler = MultiAgentSampler(
-        copies, assignment.agents, sources, batches, settings, seed,
-        interruption=Interruption(stop.before_step, stop.interruptible), make_seating=seating,
+    sampler = stack.own(
+        MultiAgentSampler(
+            copies, assignment.agents, sources, batches, settings, seed,
+            interruption=Interruption(stop.before_step, stop.interruptible), make_seating=seating,
+        )
     )  # fmt: skip
 
     smoothing = config.metrics_num_episodes_for_smoothing

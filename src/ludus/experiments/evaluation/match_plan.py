@@ -155,7 +155,7 @@ class MatchEvaluationPlan:
         )
 
 
-def acting_sources(policies: Mapping[str, Policy]) -> dict[str, FixedSource]:
+def acting_sources(policies: Mapping[str, Policy]) -> dict[str, FixedSource[Policy]]:
     """The policies as they play: without the state of a centralised critic."""
     return {name: FixedSource(actor_policy(policy)) for name, policy in policies.items()}
 

@@ -22,8 +22,8 @@ CHANGEABLE = (
 _LABELS = ("name", "description", "target")
 
 
-_DERIVED_KEYS = ("config.min_time_s_per_iteration",)
-"""Set exactly while `stop.training_iteration` is given, which may change."""
+_DERIVED_KEYS = ("config.min_time_s_per_iteration", "config.self_play.league")
+"""Set exactly while `stop.training_iteration` is given, which may change; where this machine mounts the league."""
 
 
 def resume_changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> dict[str, Any]:

@@ -50,13 +50,16 @@ class PolicySource(Protocol):
         ...
 
 
+AnyPolicy = TypeVar("AnyPolicy")
+
+
 @dataclass(frozen=True)
-class FixedSource:
+class FixedSource(Generic[AnyPolicy]):
     """A policy source that always returns the same policy."""
 
-    policy: Policy
+    policy: AnyPolicy
 
-    def newest(self) -> tuple[Policy, int]:
+    def newest(self) -> tuple[AnyPolicy, int]:
         return self.policy, 0
 
 

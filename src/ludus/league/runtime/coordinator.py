@@ -1,0 +1,426 @@
+"""The coordinator of a league: the one process that changes its state.
+
+It reads results and checkpoints, takes snapshots, publishes opponents, and lets players train in turns on this machine. Learners on other
+machines (`ludus league learner`) only share the directory with it. All that it must not lose is in the journal: after kill -9 it goes on
+where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ludus.core.formatting import format_number
+from ludus.core.metrics import JsonLinesSink
+from ludus.errors import ConfigError, LudusError
+from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
+from ludus.experiments.resolve import ResolvedExperiment
+from ludus.experiments.runner import code_bundle_of
+from ludus.experiments.runs import checkpoint, resume_diff
+from ludus.experiments.runs.run_dir import holds_run
+from ludus.game_theory.meta_solvers import find_meta_solver
+from ludus.io.atomic_file import TEMPORARY, replace_file
+from ludus.league.events import LeagueEvent, PlayerAdded, PlayerQuarantined, PlayerRetired, PlayerTrained
+from ludus.league.journal import LeagueJournal
+from ludus.league.matchmaking import PSRO, opponent_probabilities
+from ludus.league.players import Player, PlayerRole
+from ludus.league.runtime import schedule
+from ludus.league.runtime.evaluation import PairTask
+from ludus.league.runtime.ingest import ResultIngest
+from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
+from ludus.league.runtime.learner import is_claimed
+from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
+from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
+from ludus.league.spool import apply_spool
+from ludus.league.state import LeagueState, propose_snapshot
+from ludus.process.signals import StopSignal, stop_on_signals
+from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
+from ludus.sampling.league_policies import RANDOM_RULE, SCRIPT
+
+log = logging.getLogger(__name__)
+
+METRICS: Final = "metrics.jsonl"
+_POLL_S: Final = 0.1
+_READ_S: Final = 0.5
+"""Between two looks at the results."""
+_SCAN_S: Final = 1.0
+"""Between two looks at the checkpoints of the players."""
+_PUBLISH_S: Final = 1.0
+_RETRY_S: Final = 5.0
+"""After an error of the file system, such as a full disk."""
+_REPORT_S: Final = 5.0
+_GRACE_S: Final = 600.0
+"""A learner that has to stop finishes its update and writes a checkpoint first; a second Ctrl-C does not wait for it."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LeagueResult:
+    """How a league ended."""
+
+    directory: Path
+    stopped_by: str
+    state: LeagueState
+
+    def to_json(self) -> dict[str, Any]:
+        players = {
+            name: {"role": one.role.value, "steps": one.steps, "model": one.model, "elo": round(self.state.elo[name], 1)}
+            for name, one in self.state.players.items()
+        }
+        totals = {"timesteps": schedule.total_steps(self.state), "results": self.state.results}
+        return {"league": str(self.directory), "stopped_by": self.stopped_by, **totals, "players": players}
+
+
+def run_league(
+    config: LeagueConfig, league: Path, file: bytes, resolved: Mapping[str, ResolvedExperiment], say: Say = log.info
+) -> LeagueResult:
+    """Run a league until a stop condition or a signal. `file`: content of its file, which learners read from the league's directory.
+
+    Raises Fenced if another process runs it, ConfigError if the file does not fit the league that is there.
+    """
+    if config.matchmaking.scheme == PSRO:
+        find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # it may need a library that is not installed
+    journal = LeagueJournal(league, config.settings())
+    try:
+        replace_file(league / LEAGUE_FILE, file)
+        bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
+        with LeagueWorkers(league, bundles) as workers, stop_on_signals() as stop:
+            return Coordinator(journal, config, workers, say).run(stop)
+    finally:
+        journal.close()
+
+
+class _Interval:
+    """Is due at once, and then every `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._next = seconds, -math.inf
+
+    def is_due(self, now: float) -> bool:
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
+
+
+class Coordinator:
+    """Decides and acts for one league, step by step."""
+
+    def __init__(
+        self,
+        journal: LeagueJournal,
+        config: LeagueConfig,
+        workers: LeagueWorkers,
+        say: Say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._journal, self._config, self._workers, self._say, self._clock = journal, config, workers, say, clock
+        self._league = journal.directory
+        self._ingest = ResultIngest(journal, clock)
+        self._began = clock()
+        self._published: dict[str, Matchmaking] = {}
+        self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
+        self._publishing, self._reporting = _Interval(_PUBLISH_S), _Interval(_REPORT_S)
+        self._policies = {name: RestartPolicy(config.max_failures) for name in (*config.learners(), EVALUATION)}
+        self._retry_at: dict[str, float] = {}
+        self._evaluates = True
+        self._metrics = JsonLinesSink(self._league / METRICS)
+
+    @property
+    def _state(self) -> LeagueState:
+        return self._journal.state
+
+    def run(self, stop: StopSignal) -> LeagueResult:
+        try:
+            _sweep(self._league / PLAYERS)
+            add_players(self._journal, self._config, self._say)
+            check_runs(self._journal, self._config)
+            reason = None
+            while reason is None:
+                reason = self._try_step() or (f"interrupted ({stop.name})" if stop() else None)
+            self._finish(reason, stop)
+            return LeagueResult(self._league, reason, self._state)
+        finally:
+            self._metrics.close()
+
+    def _try_step(self) -> str | None:
+        """As `step`, then wait; after an error of the file system longer, with the state as it is in the journal."""
+        try:
+            reason = self.step()
+        except OSError as error:
+            self._say(f"{error}; trying again")
+            time.sleep(_RETRY_S)
+            return None
+        if reason is None:
+            time.sleep(_POLL_S)
+        return reason
+
+    def step(self) -> str | None:
+        """One round; returns the stop condition that holds."""
+        if self._reading.is_due(self._clock()):
+            self._ingest.poll()
+        for task in self._workers.poll():
+            self._conclude(task)
+        now = self._clock()
+        if self._scanning.is_due(now):
+            self._scan()
+        if self._reporting.is_due(now):
+            self._report()
+        reason = schedule.reached_stop(self._state, self._config.stop, self._clock() - self._began)
+        if reason is None:
+            if self._publishing.is_due(now):
+                self._publish()
+            self._start_tasks()
+        return reason
+
+    def _apply(self, event: LeagueEvent) -> bool:
+        refused = self._journal.apply(event)
+        if refused is not None and not refused.repeated:
+            log.warning("%s was refused: %s", type(event).__name__, refused.reason)
+        return refused is None
+
+    # -- players
+
+    def _scan(self) -> None:
+        """Apply changes by other commands, record new checkpoints of the training players, and take the snapshots that are due."""
+        apply_spool(self._journal)
+        self._import_models()
+        for player in list(self._state.players.values()):
+            if not player.role.learns or player.name not in self._policies:
+                continue
+            newest = find_newest(run_directory(self._league, player.name, player.generation))
+            if newest is None:
+                continue
+            steps, model = player.generation_steps + newest.timesteps, model_name(self._league, newest)
+            if (steps, model) != (player.steps, player.model):
+                self._apply(PlayerTrained(player.name, steps, model))
+            self._take_snapshot(player.name, newest.run / checkpoint.FOLDER / newest.checkpoint)
+
+    def _import_models(self) -> None:
+        """Copy models of fixed players that `ludus league add` has added."""
+        for player in list(self._state.players.values()):
+            if player.role is not PlayerRole.FIXED or not player.available or _is_ready(player.model):
+                continue
+            try:
+                self._apply(PlayerTrained(player.name, player.steps, import_model(self._league, player.name, player.model)))
+            except (LudusError, OSError) as error:
+                self._quarantine(player.name, str(error))
+
+    def _take_snapshot(self, name: str, where: Path) -> None:
+        event = propose_snapshot(self._state, name)
+        if event is None:
+            return
+        try:
+            model = copy_checkpoint(self._league, event.snapshot, where)
+        except (LudusError, OSError) as error:  # tried again with the next checkpoint
+            self._say(f"no snapshot of {name}: {error}")
+            return
+        if self._apply(replace(event, model=model)):
+            again = "; it starts again from its initial weights" if event.reset else ""
+            self._say(f"snapshot {event.snapshot} at {self._state.players[name].steps:,} steps{again}")
+            self._publish()
+
+    def _quarantine(self, name: str, reason: str) -> None:
+        self._apply(PlayerQuarantined(name, reason))
+        self._say(f"{name} is excluded: {reason}")
+        self._publish()
+
+    # -- opponents
+
+    def _publish(self, stop: str = "") -> None:
+        for name in self._config.learners():
+            player = self._state.players[name]
+            reason = stop or ("it is retired" if player.retired else player.quarantine)
+            matchmaking = Matchmaking(name, player.generation, self._opponents(player), reason)
+            if self._published.get(name) != matchmaking:
+                write_matchmaking(self._league, matchmaking)
+                self._published[name] = matchmaking
+
+    def _opponents(self, player: Player) -> tuple[LeagueOpponent, ...]:
+        """Opponents that have a model; the player itself needs none."""
+        if not player.available:
+            return ()
+        found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
+        models = {name: "" if name == player.name else self._state.players[name].model for name in found}
+        return tuple(
+            LeagueOpponent(name, models[name], round(probability, 4))
+            for name, probability in found.items()
+            if models[name] or name == player.name
+        )
+
+    # -- tasks
+
+    def _start_tasks(self) -> None:
+        workers, config, now = self._workers, self._config, self._clock()
+        waiting = {name for name, at in self._retry_at.items() if at > now}
+        if EVALUATION not in waiting and self._start_evaluation():
+            return
+        busy = waiting | workers.tasks.keys()
+        free = config.parallel - len(workers.tasks)
+        for name in schedule.choose_learners(self._state, busy, len(self._state.players)) if free > 0 else ():
+            if free <= 0:
+                return
+            if name not in self._policies or is_claimed(self._league, name):
+                continue
+            self._publish()
+            workers.start_turn(name, self._turn_steps())
+            free -= 1
+
+    def _start_evaluation(self) -> bool:
+        """Play the pairs that have too few results, before any player has its next turn on this machine."""
+        tasks = self._workers.tasks
+        if not self._evaluates or EVALUATION in tasks or len(tasks) >= max(1, self._config.parallel):
+            return False
+        pairs = schedule.missing_pairs(self._state, self._config)
+        if pairs:
+            self._workers.start_evaluation([self._pair_task(*pair) for pair in pairs], self._journal.events)
+        return bool(pairs)
+
+    def _pair_task(self, player: str, opponent: str, matches: int) -> PairTask:
+        players = self._state.players
+        return PairTask(player, players[player].model, opponent, players[opponent].model, matches)
+
+    def _turn_steps(self) -> int:
+        steps = self._config.turn_steps
+        if self._config.stop.timesteps is not None:
+            steps = min(steps, max(1, self._config.stop.timesteps - schedule.total_steps(self._state)))
+        return steps
+
+    def _conclude(self, task: LeagueTask) -> None:
+        """A process has ended: record what it has done, or decide what follows its failure."""
+        self._ingest.poll()
+        self._scan()
+        player = self._state.players.get(task.name)
+        failure = task.failure()
+        if failure is None:
+            self._retry_at.pop(task.name, None)
+            if task.name != EVALUATION and task.ended not in ("not wanted", "interrupted"):
+                self._say(self._describe(task.name))
+            return
+        log.warning("%s failed: %s", task.name, failure.reason)
+        decision = self._policies[task.name].decide(failure, None if player is None else player.model, set_up=True)
+        if not isinstance(decision, GiveUp):
+            self._retry_at[task.name] = self._clock() + decision.delay_s
+            self._say(f"{task.name} failed and is tried again in {decision.delay_s:.1f} s: {failure.reason}")
+        elif task.name == EVALUATION:
+            self._evaluates = False
+            self._say(f"players are not compared any more: {decision.error}")
+        else:
+            self._quarantine(task.name, f"its training failed: {decision.error.message}")
+
+    # -- reports
+
+    def _describe(self, name: str) -> str:
+        state = self._state
+        rating = f"Elo {state.elo[name]:.0f}"
+        return (
+            f"{name}: {state.players[name].steps:,} steps, {rating}; the league: {schedule.total_steps(state):,} steps, "
+            f"{format_number(state.results)} matches, {schedule.count_snapshots(state)} snapshots"
+        )
+
+    def _report(self) -> None:
+        state = self._state
+        numbers: dict[str, float] = {
+            "iterations": float(self._journal.events),
+            "time_s": self._clock() - self._began,
+            "timesteps": float(schedule.total_steps(state)),
+            "results": float(state.results),
+            "players": float(len(state.players)),
+            "snapshots": float(schedule.count_snapshots(state)),
+            "quarantined": float(sum(bool(one.quarantine) for one in state.players.values())),
+            "reports_refused": float(self._ingest.refused),
+            "reports_damaged": float(self._ingest.damaged),
+        }
+        for name in self._config.learners():
+            numbers |= {f"{name}/timesteps": float(state.players[name].steps), f"{name}/elo": state.elo[name]}
+        try:
+            self._metrics.write(numbers)
+        except LudusError as error:  # written with the next report
+            log.warning("%s", error)
+
+    def _finish(self, reason: str, stop: StopSignal) -> None:
+        """End all learners, also those of other machines; record their last checkpoints and results, and compare the last snapshots."""
+        self._publish(stop=f"the league has stopped: {reason}")
+        self._end_tasks()
+        self._scan()
+        in_time = not schedule.is_out_of_time(self._config.stop, self._clock() - self._began)
+        if in_time and not stop() and self._start_evaluation():
+            while self._workers.tasks and not stop():
+                self._ingest.poll()
+                self._workers.poll()
+                time.sleep(_POLL_S)
+            self._end_tasks()
+        self._ingest.poll()
+        self._report()
+        self._journal.snapshot()
+
+    def _end_tasks(self) -> None:
+        self._workers.ask_to_stop(_GRACE_S)
+        deadline = self._clock() + _GRACE_S
+        while self._workers.tasks and self._clock() < deadline:
+            for task in self._workers.poll():
+                log.info("%s has ended (%s)", task.name, task.ended)
+            time.sleep(_POLL_S)
+
+
+def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
+    """Bring the players of the league's file into its state. Raises ConfigError, and errors of models that cannot be read."""
+    league = journal.directory
+    problems = []
+    for name, section in config.players.items():
+        known = journal.state.players.get(name)
+        if known is None:
+            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+        elif (known.role, known.rating) != (PlayerRole(section.role), section.rating):
+            problems.append(
+                f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
+                f"{known.role.value} and {known.rating}."
+            )
+    if problems:
+        raise ConfigError("\n".join(problems), "Give the player another name, or the league another directory.")
+    for player in journal.state.players.values():
+        if player.role.learns and player.name not in config.players and not player.retired:
+            say(f"{player.name} is retired: it is not in the file of the league any more")
+            journal.apply(PlayerRetired(player.name))
+        elif player.quarantine and not player.retired:
+            say(f"{player.name} takes part again; it was excluded: {player.quarantine}")
+            journal.apply(PlayerQuarantined(player.name, ""))
+
+
+def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
+    """Check that the runs of the training players can be continued with the settings of the file. Raises ConfigError."""
+    for name in config.learners():
+        generation = journal.state.players[name].generation
+        directory = run_directory(journal.directory, name, generation)
+        if holds_run(directory):
+            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, generation))
+
+
+def _is_ready(model: str) -> bool:
+    """Whether samplers can load the model as it is."""
+    return model == RANDOM_RULE or model.startswith((SCRIPT, f"{PLAYERS}/"))
+
+
+def _import_model(league: Path, name: str, model: str) -> str:
+    if _is_ready(model):
+        return model
+    try:
+        return import_model(league, name, model)
+    except LudusError as error:
+        raise ConfigError(f"players.{name}.model is {model}: {error.message}", error.hint) from error
+
+
+def _sweep(players: Path) -> None:
+    """Remove copies that a killed coordinator left incomplete."""
+    for path in players.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)

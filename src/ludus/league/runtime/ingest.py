@@ -1,0 +1,104 @@
+"""The coordinator reads the reports of all sources into the journal, each exactly once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ludus.league.events import PlayerQuarantined, ResultsReported, SourceClosed
+from ludus.league.journal import LeagueJournal
+from ludus.sampling.league_files import RESULTS, PairReport, SpoolReader, SpoolReport, UnusableModel
+
+log = logging.getLogger(__name__)
+
+_QUIET_S: Final = 10.0
+"""Seconds without a new report before a file whose writer has ended is removed: some file systems do not share locks."""
+
+
+class ResultIngest:
+    """Follows the files in `results/`. A restarted coordinator reads them again; the journal knows which reports it has counted."""
+
+    def __init__(self, journal: LeagueJournal, clock: Callable[[], float] = time.monotonic) -> None:
+        self._journal, self._clock = journal, clock
+        self._directory: Path = journal.directory / RESULTS
+        self._readers: dict[str, SpoolReader] = {}
+        self._read_at: dict[str, float] = {}
+        self.refused = 0
+        """Reports that were not counted, other than repeated ones."""
+        self._damaged_before = 0
+        self._close_removed_sources()
+
+    def _close_removed_sources(self) -> None:
+        """Forget sources whose file was removed just before the coordinator was killed."""
+        for source in self._journal.state.reports if self._directory.is_dir() else ():
+            if not (self._directory / f"{source}.jsonl").exists():
+                self._journal.apply(SourceClosed(source))
+
+    @property
+    def damaged(self) -> int:
+        """Lines that are no reports."""
+        return self._damaged_before + sum(reader.damaged for reader in self._readers.values())
+
+    def poll(self) -> int:
+        """Count the new reports of all sources; returns their number."""
+        counted = 0
+        for path in sorted(self._directory.glob("*.jsonl")):
+            reader = self._readers.setdefault(path.name, SpoolReader(path))
+            counted += self._read(reader)
+        return counted
+
+    def _read(self, reader: SpoolReader) -> int:
+        before, now, counted = reader.offset, self._clock(), 0
+        try:
+            for report in reader.read():
+                counted += self._count(reader.source, report)
+        except OSError as error:
+            log.warning("reports in %s cannot be read now: %s", reader.path, error)
+            return counted
+        if reader.offset != before or reader.path.name not in self._read_at:
+            self._read_at[reader.path.name] = now
+        elif now - self._read_at[reader.path.name] >= _QUIET_S and reader.is_abandoned():
+            self._remove(reader)
+        return counted
+
+    def _remove(self, reader: SpoolReader) -> None:
+        self._damaged_before += reader.damaged
+        reader.path.unlink(missing_ok=True)
+        self._readers.pop(reader.path.name)
+        self._read_at.pop(reader.path.name)
+        self._journal.apply(SourceClosed(reader.source))
+
+    def _count(self, source: str, report: SpoolReport) -> bool:
+        if isinstance(report, UnusableModel):
+            self._quarantine(report)
+            return True
+        refused = self._journal.apply(_event_of(source, report))
+        if refused is not None and not refused.repeated:
+            self.refused += 1
+            log.warning("a report of %s is not counted: %s", source, refused.reason)
+        return refused is None
+
+    def _quarantine(self, report: UnusableModel) -> None:
+        """Exclude a player whose model cannot be used, unless it has another one by now. A training player gets one with its next turn."""
+        player = self._journal.state.players.get(report.player)
+        if player is None or player.model != report.model or player.role.learns or not player.available:
+            return
+        log.warning("the player %s is excluded: %s", player.name, report.reason)
+        self._journal.apply(PlayerQuarantined(player.name, report.reason))
+
+
+def _event_of(source: str, report: PairReport) -> ResultsReported:
+    return ResultsReported(
+        source,
+        report.number,
+        report.player,
+        report.opponent,
+        report.wins,
+        report.draws,
+        report.losses,
+        report.gain,
+        report.generation,
+    )

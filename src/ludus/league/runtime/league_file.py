@@ -1,0 +1,322 @@
+"""The file of a league (`league.yaml`): its schema, and reading it with all errors at once, each with its line."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ludus.config.overrides import remove_spellings
+from ludus.config.problem import ConfigErrors, ConfigProblem
+from ludus.config.section import ConfigSection, ExperimentName
+from ludus.config.validation import parse_section
+from ludus.errors import ConfigError, EnvironmentFault, UsageError
+from ludus.experiments.resolve import ResolvedExperiment, resolve
+from ludus.experiments.validation import validate
+from ludus.game_theory.meta_solvers import META_SOLVERS
+from ludus.io.yaml_documents import key_lines, parse_yaml, read_text
+from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSettings
+from ludus.league.players import PlayerRole
+from ludus.league.ratings import ELO_K
+from ludus.league.state import LeagueSettings, SnapshotRule
+
+LEAGUE_FILE: Final = "league.yaml"
+PLAYERS: Final = "players"
+EVALUATION: Final = "evaluation"
+_MAX_BYTES: Final = 1 << 20
+_GENERATION_STEP: Final = 104_729
+_SEEDS: Final = 1 << 30
+_RESET: Final[Mapping[PlayerRole, float]] = {
+    PlayerRole.MAIN: 0.0,
+    PlayerRole.MAIN_EXPLOITER: 1.0,
+    PlayerRole.LEAGUE_EXPLOITER: 0.25,
+}
+_KEPT_CHECKPOINTS: Final = 3
+
+
+def _check_player_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name):
+        raise ValueError("a player's name is made of letters, digits and _ + -")
+    if name == EVALUATION:
+        raise ValueError("this name is taken by the evaluation of the league")
+    return name
+
+
+def _one_of(names: Iterable[str]) -> AfterValidator:
+    known = list(names)
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"it is one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PlayerSection(ConfigSection):
+    """One player of the league."""
+
+    role: Literal["main", "main_exploiter", "league_exploiter", "fixed"] = Field(
+        "main",
+        description="main trains against everybody; main_exploiter against the main players; league_exploiter against all snapshots; "
+        "fixed never changes.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="Fixed player: rule:random, script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: "
+        "run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
+    )
+    config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
+    rating: float | None = Field(
+        None, description="Fixed rating of a player to which the others are compared (Elo); null = rated by its results."
+    )
+
+    @model_validator(mode="after")
+    def _check_role(self) -> PlayerSection:
+        if self.role == "fixed" and self.model is None:
+            raise ValueError("a fixed player needs a model: rule:random, script:module:function, a run or a checkpoint")
+        if self.role == "fixed" and self.config:
+            raise ValueError("a fixed player does not train: leave its config out")
+        return self
+
+
+class MatchmakingSection(ConfigSection):
+    """Whom the training players meet."""
+
+    scheme: Annotated[str, _one_of(SCHEMES)] = Field(
+        "league",
+        description="league = by role, as in AlphaStar; self_play; fictitious = all own snapshots equally; past_quality = itself and "
+        "snapshots by quality score, as in OpenAI Five; round_robin; pfsp = all snapshots by PFSP; psro = the population by its "
+        "meta-strategy.",
+    )
+    weighting: Annotated[str, _one_of(WEIGHTINGS)] = Field(
+        "squared",
+        description="PFSP weight by win rate x: squared (1−x)², variance x(1−x), linear 1−x, linear_capped min(½, 1−x).",
+    )
+    main_pfsp: Share = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
+    main_verification: Share = Field(
+        0.15,
+        description="league: share against exploiter snapshots that beat it and own snapshots that it has forgotten how to beat.",
+    )
+    too_hard: Share = Field(
+        0.3, description="league: a main player that wins less against another one plays its snapshots instead."
+    )
+    exploiter_too_hard: Share = Field(0.1, description="league: the same threshold of a main exploiter.")
+    forgotten: Share = Field(0.7, description="league: win rate below which a past opponent counts as forgotten.")
+    latest: Share = Field(0.8, description="past_quality: share of matches against itself.")
+    meta_solver: Annotated[str, _one_of(META_SOLVERS)] = Field(
+        "nash", description="psro: meta-strategy of the population: uniform, nash (linear programming), prd or alpha_rank."
+    )
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> MatchmakingSection:
+        if self.main_pfsp + self.main_verification > 1:
+            raise ValueError(
+                f"main_pfsp and main_verification add up to {self.main_pfsp + self.main_verification:g}, more than 1"
+            )
+        return self
+
+
+class SnapshotSection(ConfigSection):
+    """When a training player is copied to a historical one."""
+
+    min_steps: int = Field(100_000, ge=1, description="Least environment steps since its last snapshot.")
+    max_steps: int | None = Field(None, ge=1, description="Steps after which it is taken in any case; null = twice min_steps.")
+    win_rate: Share = Field(0.7, description="Before max_steps: least win rate against all opponents.")
+    reset: Share | None = Field(
+        None,
+        description="Probability that the player then starts again from its initial weights; null = 0 for main, 1 for main_exploiter, "
+        "0.25 for league_exploiter.",
+    )
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> SnapshotSection:
+        if self.max_steps is not None and self.max_steps < self.min_steps:
+            raise ValueError(f"max_steps is {self.max_steps}, less than min_steps {self.min_steps}")
+        return self
+
+    def to_rule(self, role: PlayerRole) -> SnapshotRule:
+        reset = _RESET[role] if self.reset is None else self.reset
+        return SnapshotRule(self.min_steps, self.max_steps or 2 * self.min_steps, self.win_rate, reset)
+
+
+class SnapshotsSection(ConfigSection):
+    """Snapshot rules by role."""
+
+    main: SnapshotSection = Field(default_factory=SnapshotSection, description="Of main players.")
+    main_exploiter: SnapshotSection = Field(default_factory=SnapshotSection, description="Of main exploiters.")
+    league_exploiter: SnapshotSection = Field(default_factory=SnapshotSection, description="Of league exploiters.")
+
+
+class LeagueStopSection(ConfigSection):
+    """When the league ends; the first condition that is reached."""
+
+    timesteps: int | None = Field(None, ge=1, description="Environment steps of all players together.")
+    time_s: float | None = Field(None, gt=0, description="Seconds since `ludus league run` started.")
+    snapshots: int | None = Field(None, ge=1, description="Number of snapshots.")
+
+
+class LeagueEvaluationSection(ConfigSection):
+    """Matches between players that do not learn, to compare them."""
+
+    matches: int = Field(100, ge=1, le=1_000_000, description="Least matches of every compared pair.")
+    pairs: Literal["all", "fixed", "none"] | None = Field(
+        None,
+        description="all = all pairs of snapshots and fixed players; fixed = snapshots against fixed players; none; null = all with psro, "
+        "which needs them, else none.",
+    )
+
+
+class LeagueConfig(ConfigSection):
+    """A league."""
+
+    name: ExperimentName = Field("league", description="Name of the league, the directory below leagues/.")
+    env: str = Field(description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, module:function.")
+    env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
+    run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
+    config: dict[str, Any] = Field(default_factory=dict, description="Settings of the algorithm, as in an experiment file.")
+    players: dict[Annotated[str, AfterValidator(_check_player_name)], PlayerSection] = Field(
+        min_length=1, description="Name → player."
+    )
+    matchmaking: MatchmakingSection = Field(default_factory=MatchmakingSection, description="Whom the training players meet.")
+    snapshots: SnapshotsSection = Field(default_factory=SnapshotsSection, description="Snapshot rules by role.")
+    evaluation: LeagueEvaluationSection = Field(
+        default_factory=LeagueEvaluationSection, description="Matches between players that do not learn."
+    )
+    stop: LeagueStopSection = Field(default_factory=LeagueStopSection, description="When the league ends; empty = never.")
+    turn_steps: int = Field(50_000, ge=1, description="Environment steps that a player trains before the next one has its turn.")
+    parallel: int = Field(
+        1, ge=0, description="Players that train at once on this machine; 0 = only `ludus league learner` trains."
+    )
+    checkpoint_time_s: float = Field(
+        60.0, gt=0, description="Seconds between checkpoints of a player that trains; it also saves one at the end of its turn."
+    )
+    max_failures: int = Field(
+        5, ge=0, description="Most failures of a player's learner without a new checkpoint; then it is excluded."
+    )
+    decay: float = Field(0.99, gt=0, le=1, description="Discount of older results of a pair per new result.")
+    elo_k: float = Field(ELO_K, gt=0, description="K-factor of Elo ratings.")
+    rating_window: int = Field(400, ge=1, description="Latest results of a training player that count for its rating.")
+    seed: int = Field(0, ge=0, lt=_SEEDS, description="Random seed of players and league.")
+
+    @model_validator(mode="after")
+    def _check_learners(self) -> LeagueConfig:
+        if not self.learners():
+            raise ValueError("no player of the league trains: give one the role main")
+        return self
+
+    def learners(self) -> list[str]:
+        return [name for name, player in self.players.items() if PlayerRole(player.role).learns]
+
+    def settings(self) -> LeagueSettings:
+        rules = {role: getattr(self.snapshots, role.value).to_rule(role) for role in _RESET}
+        matchmaking = MatchmakingSettings(**self.matchmaking.model_dump())
+        return LeagueSettings(matchmaking, rules, self.decay, self.elo_k, self.rating_window, seed=self.seed)
+
+    @property
+    def evaluated_pairs(self) -> Literal["all", "fixed", "none"]:
+        return self.evaluation.pairs or ("all" if self.matchmaking.scheme == PSRO else "none")
+
+
+def read_league(path: Path) -> LeagueConfig:
+    """Read the file of a league. Raises ConfigError with all problems of the file, each with its line."""
+    text = read_text(path, _MAX_BYTES)
+    data = parse_yaml(text, str(path))
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path} does not hold a league.", "The layout is  env: …, config: {…}, players: {main: {role: main}}")
+    try:
+        return parse_section(LeagueConfig, {key: value for key, value in data.items() if not str(key).startswith(".")})
+    except ConfigErrors as error:
+        raise locate_problems(error, path, text) from error
+
+
+def locate_problems(error: ConfigErrors, path: Path, text: str | None = None) -> ConfigErrors:
+    """Add file and line to every problem, in the order of the lines."""
+    lines = key_lines(read_text(path, _MAX_BYTES) if text is None else text)
+
+    def line_of(problem: ConfigProblem) -> int:
+        keys = tuple(problem.path.split(".")) if problem.path else ()
+        return next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), 0)
+
+    located = sorted((line_of(problem), problem) for problem in error.problems)
+    return ConfigErrors(
+        [ConfigProblem(f"{path}:{line}: {one}" if line else f"{path}: {one}", one.path) for line, one in located], error.hint
+    )
+
+
+# -- experiments of players ------------------------------------------------------------------------------------------------------
+
+
+def player_experiment(config: LeagueConfig, player: str, league: Path, generation: int = 0) -> dict[str, Any]:
+    """The experiment that trains a player, without stop conditions."""
+    own = config.players[player].config
+    settings = _merge(config.config, own)
+    if config.env_config:
+        settings["env_config"] = {**config.env_config, **(settings.get("env_config") or {})}
+    given = settings.get("self_play") or {}
+    if isinstance(given, Mapping):  # else its validation reports it
+        settings["self_play"] = {**given, "opponents": "league", "league": str(league.absolute()), "player": player}
+    seed = settings.get("seed", config.seed)
+    if isinstance(seed, int):
+        of_player = 0 if "seed" in own else zlib.crc32(player.encode())  # not its place in the file, which may change
+        settings["seed"] = (seed + of_player + _GENERATION_STEP * generation) % _SEEDS
+    settings.setdefault("evaluation_duration", 0)
+    checkpoints = {"checkpoint_time_s": config.checkpoint_time_s, "keep_checkpoints_num": _KEPT_CHECKPOINTS}
+    return {"name": player, "env": config.env, "run": config.run, **checkpoints, "config": settings}
+
+
+def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared keys, with own ones in their place; sections are merged key by key."""
+    out = dict(shared)
+    merged = {
+        key: {**out[key], **value} if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+        for key, value in own.items()
+    }
+    remove_spellings(out, "config", own)
+    return {**out, **merged}
+
+
+def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExperiment]:
+    """The resolved experiments of all training players. Raises ConfigErrors with all problems, by the keys of the league's file."""
+    resolved: dict[str, ResolvedExperiment] = {}
+    problems: dict[ConfigProblem, None] = {}
+    for name in config.learners():
+        data = player_experiment(config, name, league)
+        found = _check_sides(config) or validate.validate_experiment(data)
+        if not found:
+            try:
+                resolved[name] = resolve(data)
+            except ConfigErrors as error:
+                found = error.problems
+            except (UsageError, EnvironmentFault) as error:
+                found = [ConfigProblem(str(error), "env")]
+        problems |= dict.fromkeys(_of_league(one, name, config.players[name].config) for one in found)
+    if problems:
+        raise ConfigErrors(list(problems))
+    return resolved
+
+
+def _check_sides(config: LeagueConfig) -> list[ConfigProblem]:
+    try:
+        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
+    except (UsageError, EnvironmentFault):  # validation of the experiment reports it
+        return []
+    sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
+    return [] if several else [ConfigProblem(sentence, "env")]
+
+
+def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:
+    """The problem of an experiment by the keys of the league's file."""
+    section, _, key = problem.path.partition(".")
+    if section != "config" or key.partition(".")[0] not in own:
+        return problem
+    path = f"{PLAYERS}.{player}.{problem.path}"
+    return ConfigProblem(problem.replace(problem.path, path), path)

@@ -1,0 +1,61 @@
+"""Decisions of the coordinator: who trains next, which pairs still have to play, whether the league ends. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+
+from ludus.league.matchmaking import population
+from ludus.league.players import PlayerRole
+from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
+from ludus.league.state import LeagueState
+
+
+def choose_learners(state: LeagueState, busy: Collection[str], free: int) -> list[str]:
+    """Players that train next: those with the fewest steps first that are available and not busy, at most `free`."""
+    waiting = [one for one in state.players.values() if one.role.learns and one.available and one.name not in busy]
+    return [one.name for one in sorted(waiting, key=lambda one: one.steps)[: max(0, free)]]
+
+
+def total_steps(state: LeagueState) -> int:
+    return sum(one.steps for one in state.players.values() if one.role.learns)
+
+
+def count_snapshots(state: LeagueState) -> int:
+    return sum(one.role is PlayerRole.HISTORICAL for one in state.players.values())
+
+
+def reached_stop(state: LeagueState, stop: LeagueStopSection, elapsed_s: float) -> str | None:
+    """The stop condition that holds."""
+    if stop.timesteps is not None and total_steps(state) >= stop.timesteps:
+        return f"timesteps {stop.timesteps:,}"
+    if stop.snapshots is not None and count_snapshots(state) >= stop.snapshots:
+        return f"snapshots {stop.snapshots:,}"
+    if is_out_of_time(stop, elapsed_s):
+        return f"time_s {stop.time_s:g}"
+    if not any(one.role.learns and one.available for one in state.players.values()):
+        return "no player can train"
+    return None
+
+
+def is_out_of_time(stop: LeagueStopSection, elapsed_s: float) -> bool:
+    return stop.time_s is not None and elapsed_s >= stop.time_s
+
+
+def missing_pairs(state: LeagueState, config: LeagueConfig) -> list[tuple[str, str, int]]:
+    """Pairs of players that do not learn and have too few results, with the number of matches that are missing."""
+    if config.evaluated_pairs == "none":
+        return []
+    found = []
+    for one, other in _pairs(state, config, population(state.view())):
+        missing = config.evaluation.matches - state.payoff.record(one, other).games
+        if missing > 0:
+            found.append((one, other, missing))
+    return found
+
+
+def _pairs(state: LeagueState, config: LeagueConfig, names: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = list(combinations(names, 2))
+    if config.evaluated_pairs == "all":
+        return pairs
+    return [pair for pair in pairs if any(state.players[name].role is PlayerRole.FIXED for name in pair)]

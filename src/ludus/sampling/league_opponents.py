@@ -1,0 +1,150 @@
+"""Opponents from a league: drawn with the probabilities that its coordinator publishes, loaded when drawn, results reported.
+
+A process plays with a few opponents at a time (slots), so that matches of one opponent share a forward pass. Every slot was drawn with
+the published probabilities, and the oldest one is drawn anew after `period` environment steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ludus.errors import LudusError
+from ludus.models.centralized_critic import actor_policy
+from ludus.models.policy import Policy
+from ludus.sampling.league_files import LeagueOpponent, MatchmakingWatch, ResultSpool
+from ludus.sampling.league_policies import load_league_policy
+from ludus.sampling.match_opponents import MatchOpponent
+from ludus.sampling.multi_agent import FinishedMatch, PolicySet
+
+log = logging.getLogger(__name__)
+
+LEAGUE: Final = "league"
+_SLOTS: Final = 8
+_KEPT: Final = 24
+"""Loaded policies, those of slots included; least recently used ones are dropped first."""
+_POLL_S: Final = 1.0
+_REPORT_S: Final = 1.0
+
+
+class LeagueOpponents:
+    """Chooses the opponents of one training player. Implements OpponentChooser. Close it at the end: that reports the last results."""
+
+    def __init__(
+        self,
+        league: Path,
+        player: str,
+        policies: PolicySet,
+        own_model: str,
+        like: Policy,
+        steps: Callable[[], int],
+        *,
+        period: int = 2_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`own_model`: the model that learns. `like`: its policy. `steps`: environment steps of this process so far."""
+        self._league, self._player, self._own_model, self._like = league, player, own_model, actor_policy(like)
+        self._policies, self._steps, self._period, self._clock = policies, steps, period, clock
+        self._watch = MatchmakingWatch(league, player)
+        self._watch.update()
+        self._generation = 0 if self._watch.current is None else self._watch.current.generation
+        self._spool = ResultSpool(league, player)
+        self._slots: list[LeagueOpponent] = []
+        self._loaded: dict[str, str | None] = {}  # model of the league → name in the PolicySet (None: random); in order of use
+        self._unusable: set[str] = set()
+        self._renew_at = 0
+        self._poll_at = self._report_at = clock()
+
+    def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
+        now = self._clock()
+        if now >= self._report_at:
+            self._report_at = now + _REPORT_S
+            self._spool.flush()
+        if now >= self._poll_at:
+            self._poll_at = now + _POLL_S
+            if self._watch.update():
+                self._drop_outdated_slots()
+        opponent = self._draw_slot(random, in_use)
+        policy = self._own_model if opponent is None or opponent.name == self._player else self._loaded[opponent.model]
+        name = self._player if opponent is None else opponent.name
+        return MatchOpponent(LEAGUE, policy, functools.partial(self._finish, name))
+
+    def _finish(self, opponent: str, match: FinishedMatch) -> None:
+        self._spool.add(self._player, opponent, self._generation, match.score, match.gain)
+
+    def _drop_outdated_slots(self) -> None:
+        """Slots of opponents that are gone or have another model now."""
+        assert self._watch.current is not None
+        known = {(one.name, one.model) for one in self._watch.current.opponents}
+        self._slots = [one for one in self._slots if (one.name, one.model) in known]
+        self._unusable &= {one.model for one in self._watch.current.opponents}
+
+    def _draw_slot(self, random: np.random.Generator, in_use: frozenset[str]) -> LeagueOpponent | None:
+        """One of the slots, all equally likely; None: the player itself, as there is nobody else."""
+        if len(self._slots) == _SLOTS and self._steps() >= self._renew_at:
+            self._slots.pop(0)
+        while len(self._slots) < _SLOTS:
+            drawn = self._draw(random)
+            if drawn is None:
+                return None
+            if self._load(drawn, in_use):
+                self._slots.append(drawn)
+                self._renew_at = self._steps() + self._period
+        return self._slots[int(random.integers(len(self._slots)))]
+
+    def _draw(self, random: np.random.Generator) -> LeagueOpponent | None:
+        current = self._watch.current
+        known = () if current is None else current.opponents
+        usable = [one for one in known if one.probability > 0 and one.model not in self._unusable]
+        if not usable:
+            return None
+        weights = np.array([one.probability for one in usable])
+        return usable[int(random.choice(len(usable), p=weights / weights.sum()))]
+
+    def _load(self, opponent: LeagueOpponent, in_use: frozenset[str]) -> bool:
+        if opponent.name == self._player:
+            return True
+        if opponent.model in self._loaded:
+            self._loaded[opponent.model] = self._loaded.pop(opponent.model)  # now the most recently used one
+            return True
+        give_up = functools.partial(self._give_up, opponent)
+        try:
+            policy = load_league_policy(self._league, opponent.model, self._like, give_up)
+        except (LudusError, OSError) as error:
+            give_up(str(error))
+            return False
+        self._drop_unused(in_use)
+        if policy is None:
+            self._loaded[opponent.model] = None
+            return True
+        name = f"{LEAGUE} {opponent.model}"
+        self._policies.add_fixed(name, policy)
+        self._loaded[opponent.model] = name
+        return True
+
+    def _give_up(self, opponent: LeagueOpponent, reason: str) -> None:
+        """Use an opponent no more, until its model changes."""
+        log.warning("the player %s is not used as an opponent: %s", opponent.name, reason)
+        self._unusable.add(opponent.model)
+        self._slots = [one for one in self._slots if one.model != opponent.model]
+        self._spool.report_unusable(opponent.name, opponent.model, reason)
+
+    def _drop_unused(self, in_use: frozenset[str]) -> None:
+        """Drop the least recently used policies that neither a match nor a slot uses, until there is room for one more."""
+        needed = {one.model for one in self._slots}
+        for model, name in list(self._loaded.items()):
+            if len(self._loaded) < _KEPT:
+                return
+            if model not in needed and name not in in_use:
+                del self._loaded[model]
+                if name is not None:
+                    self._policies.remove(name)
+
+    def close(self) -> None:
+        self._spool.close()

@@ -1,0 +1,114 @@
+"""Policies of league players: stored versions, scripts, and random actions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from ludus.core import spaces
+from ludus.core.plugins import import_object
+from ludus.core.tree import Array, Tree, leaves, map_tree, stack
+from ludus.envs.pettingzoo import sample_action
+from ludus.errors import Damaged, IncompatibleCheckpoint
+from ludus.models.centralized_critic import actor_policy
+from ludus.models.inference.batched_policy import ActingPolicy, State
+from ludus.models.policy import BatchDecision
+from ludus.models.weights.version_store import load_version
+from ludus.storage.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+RANDOM_RULE: Final = "rule:random"
+SCRIPT: Final = "script:"
+
+
+class WithSpaces(Protocol):
+    """Anything with the spaces of a policy."""
+
+    @property
+    def observation_space(self) -> gym.Space[Any]: ...
+    @property
+    def action_space(self) -> gym.Space[Any]: ...
+
+
+Script = Callable[[Tree, Any], Any]
+"""(observation, action mask or None) → action."""
+
+
+def load_league_policy(
+    league: Path, model: str, like: WithSpaces, on_failure: Callable[[str], None] = lambda reason: None
+) -> ActingPolicy | None:
+    """Load the policy of a player; None: random actions. `like`: the spaces that it has to have.
+
+    `model`: `rule:random`, `script:module:function`, or `RUN@VERSION` with a run directory relative to the league. `on_failure` is
+    called with the reason when a script raises an exception later. Raises LudusError, OSError.
+    """
+    if model == RANDOM_RULE:
+        return None
+    if model.startswith(SCRIPT):
+        function = import_object(model.removeprefix(SCRIPT), "player", lambda target, project: callable(target))
+        return ScriptedPolicy(function, like, on_failure)
+    run, _, version = model.rpartition("@")
+    if not run or not version.isdecimal():
+        raise IncompatibleCheckpoint(
+            f"{model!r} does not name a policy.", f"Write RUN@VERSION, {RANDOM_RULE} or {SCRIPT}module:function."
+        )
+    store = LocalStore(league / run)
+    names = store.list("models")
+    if len(names) != 1:
+        raise IncompatibleCheckpoint(f"{league / run} has the models {', '.join(names) or '(none)'}; a player has one.")
+    with torch.random.fork_rng(devices=[]):
+        policy = actor_policy(load_version(store, names[0], int(version))[0])
+    if not all(bool(torch.isfinite(part).all()) for part in policy.state_dict().values() if part.is_floating_point()):
+        raise Damaged(f"{model} has weights that are not finite.")
+    for kind in ("observation_space", "action_space"):
+        mine, theirs = getattr(like, kind), getattr(policy, kind)
+        if spaces.array_spec(mine) != spaces.array_spec(theirs):
+            raise IncompatibleCheckpoint(f"{model} has the {kind.replace('_', ' ')} {theirs}; here it is {mine}.")
+    return policy
+
+
+class ScriptedPolicy:
+    """A script as a policy. After an exception of the script it plays random actions."""
+
+    recurrent = False
+
+    def __init__(self, script: Script, like: WithSpaces, on_failure: Callable[[str], None]) -> None:
+        self._script, self._on_failure, self._failed = script, on_failure, False
+        self.observation_space: gym.Space[Any] = like.observation_space
+        self.action_space: gym.Space[Any] = like.action_space
+        self._parse = spaces.SpaceParser(like.action_space, "the action of the script")
+        self._random = np.random.default_rng(0)
+
+    def state_spec(self) -> Tree:
+        return ()
+
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
+        return np.zeros((rows, 0), np.float32)
+
+    def act(
+        self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None
+    ) -> BatchDecision:  # fmt: skip
+        rows = len(next(leaf for _, leaf in leaves(observation)))
+        actions = []
+        for row in range(rows):
+            one = map_tree(lambda part: np.asarray(part)[row], observation)  # noqa: B023 - called at once
+            actions.append(self._act_once(one, None if mask is None else np.asarray(mask)[row]))
+        action, zeros = stack(actions), np.zeros(rows, np.float32)
+        return BatchDecision(action, action, zeros, zeros, ())
+
+    def _act_once(self, observation: Tree, mask: Array | None) -> Tree:
+        if not self._failed:
+            try:
+                return self._parse(self._script(observation, mask))
+            except Exception as error:  # code of the user; the training player must not stop because of it
+                self._failed = True
+                log.exception("the script %s failed", self._script)
+                self._on_failure(f"its script failed: {error!r}")
+        return self._parse(sample_action(self.action_space, mask, self._random))

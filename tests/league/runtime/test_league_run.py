@@ -1,0 +1,237 @@
+"""Whole leagues of rock, paper, scissors: players in turns, snapshots, restarts, and players that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ludus.core import trust
+from ludus.errors import ConfigError, Fenced
+from ludus.experiments.runs import checkpoint
+from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
+from ludus.league.journal import LeagueJournal, read_state
+from ludus.league.players import PlayerRole
+from ludus.league.runtime.coordinator import LeagueResult, run_league
+from ludus.league.runtime.league_file import LeagueConfig, check_players
+from ludus.league.runtime.learner import claim_player, is_claimed
+from ludus.league.spool import submit_events
+from ludus.league.state import LeagueSettings
+from ludus.sampling.league_files import read_matchmaking
+from ludus.tournament.contestants import TrainedContestant, contestant
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.system
+
+ENV = "tests.league.games:make_rps"
+
+
+def league(tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "env": ENV,
+        "config": {"train_batch_size": 64, "num_envs_per_worker": 16, "lr": 0.01, "model": {"fcnet_hiddens": [8]}},
+        "players": {
+            "main": {},
+            "hunter": {"role": "main_exploiter"},
+            "random": {"role": "fixed", "model": "rule:random", "rating": 1000},
+        },
+        "snapshots": {role: {"min_steps": 200, "max_steps": 200} for role in ("main", "main_exploiter", "league_exploiter")},
+        "turn_steps": 128,
+        "stop": {"timesteps": 768},
+    }
+    return base | sections
+
+
+def run(directory: Path, data: dict[str, Any], said: list[str] | None = None) -> LeagueResult:
+    trust.allow(data)
+    config = LeagueConfig.model_validate(data)
+    resolved = check_players(config, directory)
+    return run_league(config, directory, yaml.safe_dump(data).encode(), resolved, (said if said is not None else []).append)
+
+
+def test_a_league_trains_in_turns_takes_snapshots_and_goes_on_after_its_end(tmp_path: Path) -> None:
+    result = run(tmp_path, league(tmp_path))
+    state = result.state
+    assert result.stopped_by == "timesteps 768"
+    assert {name: state.players[name].steps for name in ("main", "hunter")} == {"main": 384, "hunter": 384}
+    assert {one.name for one in state.players.values() if one.role is PlayerRole.HISTORICAL} == {"main.1", "hunter.1"}
+    # Every environment step is one match here: none is missing and none is counted twice.
+    assert state.results == 768
+    # An exploiter was reset at its snapshot and trained on in a new run.
+    assert (state.players["hunter"].generation, state.players["hunter"].generation_steps) == (1, 256)
+    assert state.players["hunter"].model.startswith("players/hunter/g1@")
+    assert (tmp_path / "players/main/g0/checkpoints").is_dir()
+    orders = read_matchmaking(tmp_path, "main")
+    assert orders is not None
+    assert "has stopped" in orders.stop
+    snapshot = contestant(tmp_path / "players/main.1")
+    assert isinstance(snapshot, TrainedContestant)
+    assert snapshot.env == ENV
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["results"] == 768
+
+    again = run(tmp_path, league(tmp_path, stop={"timesteps": 1024}))
+    assert again.state.results == 1024
+    assert again.state.players["main.1"] == state.players["main.1"]
+
+
+def test_several_players_train_at_once(tmp_path: Path) -> None:
+    result = run(tmp_path, league(tmp_path, parallel=2, stop={"snapshots": 4}))
+    assert sum(one.role is PlayerRole.HISTORICAL for one in result.state.players.values()) >= 4
+    assert result.state.results == sum(result.state.players[name].steps for name in ("main", "hunter"))
+
+
+def test_one_player_alone_plays_against_itself(tmp_path: Path) -> None:
+    result = run(tmp_path, league(tmp_path, players={"main": {}}, stop={"timesteps": 128}))
+    assert (result.state.results, list(result.state.players)) == (128, ["main"])
+
+
+def test_psro_fills_the_payoffs_of_its_population(tmp_path: Path) -> None:
+    players = {"main": {}, "rock": {"role": "fixed", "model": "script:tests.league.games:rock"}}
+    data = league(
+        tmp_path,
+        players=players,
+        matchmaking={"scheme": "psro"},
+        evaluation={"matches": 40},
+        stop={"snapshots": 2},
+        turn_steps=256,
+    )
+    state = run(tmp_path, data).state
+    names = ["rock", "main.1", "main.2"]
+    counts = state.payoff.counts(names)
+    assert [int(counts[i, j]) for i, j in ((0, 1), (0, 2), (1, 2))] == [40, 40, 40]
+    assert state.payoff.mean_gains(names)[1, 0] == pytest.approx(-state.payoff.mean_gains(names)[0, 1])
+
+
+def test_a_snapshot_that_cannot_be_read_is_excluded_and_the_rest_goes_on(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}}, matchmaking={"scheme": "fictitious"}, turn_steps=256, stop={"timesteps": 256})
+    run(tmp_path, data)
+    (broken,) = (tmp_path / "players/main.1/models").glob("*/*.safetensors")
+    broken.write_bytes(b"\x00" * 64)
+    state = run(tmp_path, data | {"stop": {"timesteps": 1024}}).state
+    assert "safetensors" in state.players["main.1"].quarantine
+    assert state.results == 1024
+
+
+def test_a_learner_that_dies_is_tried_again_and_then_excluded(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    players = {"main": {}, "fragile": {"config": {"env_config": {"killed_by": str(trap)}}}}
+    data = league(tmp_path, players=players, max_failures=1)
+    said: list[str] = []
+    run(tmp_path / "league", data | {"stop": {"timesteps": 256}}, said)
+    trap.touch()
+    state = run(tmp_path / "league", data | {"stop": {"timesteps": 768}}, said).state
+    assert "SIGKILL" in state.players["fragile"].quarantine
+    assert (state.players["fragile"].steps, state.players["main"].steps) == (128, 640)
+    assert any("fragile failed and is tried again" in line for line in said)
+    trap.unlink()
+    healed = run(tmp_path / "league", data | {"stop": {"timesteps": 1280}}, said).state
+    assert not healed.players["fragile"].quarantine
+    assert healed.players["fragile"].steps == 640
+
+
+def test_retired_players_and_those_that_left_the_file_do_not_train_and_meet_nobody(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "hunter": {}, "gone": {}}, turn_steps=256)
+    run(tmp_path, data)
+    before = read_state(tmp_path)
+    assert submit_events(tmp_path, [PlayerRetired("hunter"), PlayerRetired("main.1")]) == []
+    players: dict[str, Any] = {"main": {}, "hunter": {}}
+    state = run(tmp_path, data | {"players": players, "stop": {"timesteps": 1024}}).state
+    assert [state.players[name].steps for name in ("hunter", "gone", "main")] == [256, 256, 512]
+    assert state.players["gone"].retired
+    assert state.payoff.record("main", "main.1") == before.payoff.record("main", "main.1")
+
+
+def test_a_file_that_does_not_fit_the_league_is_refused(tmp_path: Path) -> None:
+    data = league(tmp_path, stop={"timesteps": 64})
+    run(tmp_path, data)
+    with pytest.raises(ConfigError, match=r"players\.hunter has the role main"):
+        run(tmp_path, data | {"players": data["players"] | {"hunter": {"role": "main"}}})
+    with pytest.raises(ConfigError, match=r"config\.lr is 0\.01 in the run, but 0\.5"):
+        run(tmp_path, data | {"config": data["config"] | {"lr": 0.5}})
+    with pytest.raises(ConfigError, match=r"players\.old\.model is runs/none"):
+        run(tmp_path, data | {"players": data["players"] | {"old": {"role": "fixed", "model": "runs/none"}}})
+
+
+def test_a_checkpoint_becomes_a_fixed_player_and_the_start_of_another(tmp_path: Path) -> None:
+    run(tmp_path / "first", league(tmp_path, stop={"timesteps": 256}))
+    old = str(tmp_path / "first/players/main/g0")
+    players = {"main": {"model": old}, "old": {"role": "fixed", "model": old, "rating": 1200}}
+    state = run(tmp_path / "second", league(tmp_path, players=players, stop={"timesteps": 64})).state
+    assert state.players["old"].model.startswith("players/old@")
+    assert state.payoff.record("main", "old").games > 0
+    begun = checkpoint.open_checkpoint(tmp_path / "second/players/main/g0")[1]
+    assert begun.state["progress"]["timesteps"] == 64
+
+
+# -- processes --------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def command(*words: object) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "ludus.cli.main", "league", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "LUDUS_TRUST": ENV},
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_learner_by_hand_trains_and_stops_with_the_league(tmp_path: Path) -> None:
+    file, directory = tmp_path / "league.yaml", tmp_path / "league"
+    file.write_text(
+        yaml.safe_dump(
+            league(tmp_path, players={"main": {}, "other": {}}, parallel=0, checkpoint_time_s=0.5, stop={"snapshots": 3})
+        )
+    )
+    with command("run", "-f", file, "--dir", directory) as coordinator:
+        wait_until(lambda: (directory / "league.yaml").exists(), 60)
+        with pytest.raises(Fenced):
+            LeagueJournal(directory, LeagueSettings())
+        with command("learner", directory, "--player", "main") as learner:
+            wait_until(lambda: is_claimed(directory, "main"), 60)
+            with pytest.raises(Fenced, match=f"process {learner.pid}"), claim_player(directory, "main"):
+                pass
+            out = learner.communicate(timeout=120)[0]
+        assert coordinator.communicate(timeout=60)[0].count("snapshot main.") >= 3
+    assert (learner.returncode, coordinator.returncode) == (0, 0), out
+    state = read_state(directory)
+    assert state.players["other"].steps == 0
+    assert state.results > 0
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path: Path, kills: int) -> None:
+    file, directory = tmp_path / "league.yaml", tmp_path / "league"
+    file.write_text(yaml.safe_dump(league(tmp_path, stop={"timesteps": 1_000_000})))
+    for kill in range(kills):
+        with command("run", "-f", file, "--dir", directory) as coordinator:
+            enough = 300 * (kill + 1)
+            wait_until(lambda: (directory / "settings.json").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
+            coordinator.send_signal(signal.SIGKILL)
+            coordinator.wait(10)
+            assert coordinator.stdout is not None
+        wait_until(lambda: not any(is_claimed(directory, name) for name in ("main", "hunter")), 30)
+    with command("run", "-f", file, "--dir", directory) as coordinator:
+        wait_until(lambda: read_state(directory).results >= 300 * (kills + 1), 90)
+        coordinator.send_signal(signal.SIGINT)
+        coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 130
+    journal = LeagueJournal(directory, LeagueSettings())
+    events = list(journal.history())
+    journal.close()
+    counted = [(one.source, one.number) for one in events if isinstance(one, ResultsReported)]
+    assert len(counted) == len(set(counted))
+    taken = [one for one in events if isinstance(one, SnapshotTaken)]
+    assert all((directory / "players" / one.snapshot / "config.yaml").exists() for one in taken)

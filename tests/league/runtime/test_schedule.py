@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+from ludus.league.events import PlayerAdded, ResultsReported
+from ludus.league.players import Player, PlayerRole
+from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
+from ludus.league.runtime.schedule import choose_learners, missing_pairs, reached_stop
+from ludus.league.state import LeagueState
+from tests.league.test_state import apply
+
+MAIN = Player("main", PlayerRole.MAIN, steps=300)
+PAST = [Player(f"main.{n}", PlayerRole.HISTORICAL, "m", parent="main") for n in (1, 2)]
+FIXED = Player("script", PlayerRole.FIXED, "rule:random")
+
+
+def league(*players: Player) -> LeagueState:
+    return apply(LeagueState(), *(PlayerAdded(player) for player in players))
+
+
+def config(**sections: Any) -> LeagueConfig:
+    return LeagueConfig.model_validate({"env": "x", "players": {"main": {}}, **sections})
+
+
+def test_the_player_with_the_fewest_steps_trains_next() -> None:
+    state = league(
+        MAIN, Player("b", PlayerRole.MAIN, steps=100), Player("c", PlayerRole.LEAGUE_EXPLOITER, steps=200), *PAST, FIXED
+    )
+    assert choose_learners(state, (), 1) == ["b"]
+    assert choose_learners(state, {"b"}, 5) == ["c", "main"]
+    assert choose_learners(state, (), 0) == []
+
+
+def test_retired_players_and_those_in_quarantine_do_not_train() -> None:
+    state = league(Player("a", PlayerRole.MAIN, retired=True), Player("b", PlayerRole.MAIN, quarantine="broken"), MAIN)
+    assert choose_learners(state, (), 3) == ["main"]
+    nobody = league(Player("a", PlayerRole.MAIN, retired=True), FIXED)
+    assert reached_stop(nobody, LeagueStopSection(), 0.0) == "no player can train"
+
+
+def test_stop_conditions() -> None:
+    state = league(MAIN, Player("b", PlayerRole.MAIN, steps=200), *PAST)
+    assert reached_stop(state, LeagueStopSection(), 1e9) is None
+    assert reached_stop(state, LeagueStopSection(timesteps=501), 0.0) is None
+    assert reached_stop(state, LeagueStopSection(timesteps=500), 0.0) == "timesteps 500"
+    assert reached_stop(state, LeagueStopSection(snapshots=2), 0.0) == "snapshots 2"
+    assert reached_stop(state, LeagueStopSection(time_s=5.0), 5.0) == "time_s 5"
+
+
+def test_pairs_with_too_few_results_are_played() -> None:
+    state = apply(league(MAIN, *PAST, FIXED), ResultsReported("s", 1, "main.2", "script", 3, 4, 0))
+    every = {"matches": 10, "pairs": "all"}
+    assert missing_pairs(state, config(evaluation=every)) == [
+        ("main.1", "main.2", 10), ("main.1", "script", 10), ("main.2", "script", 3),
+    ]  # fmt: skip
+    assert missing_pairs(state, config(evaluation={"matches": 5, "pairs": "fixed"})) == [("main.1", "script", 5)]
+    assert missing_pairs(state, config()) == []
+    assert len(missing_pairs(state, config(matchmaking={"scheme": "psro"}))) == 3
