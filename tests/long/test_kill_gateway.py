@@ -88,8 +88,8 @@ def test_kills_under_load_cost_only_the_sessions_of_the_dead() -> None:
                 slot = chance.randrange(WORKERS)
                 tally.killed_at[slot] = time.monotonic()
                 await asyncio.to_thread(fleet.workers[slot].kill)
-                tally.killed_at[slot] = time.monotonic()
                 await asyncio.to_thread(fleet.workers[slot].wait_ready, 30)
+                tally.killed_at[slot] = time.monotonic()  # on a busy machine a session may begin between the kill and the death
             await asyncio.sleep(1)
             stop.set()
             await asyncio.wait_for(asyncio.gather(*games), 60)
