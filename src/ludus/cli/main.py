@@ -15,7 +15,7 @@ import typer
 
 import ludus
 from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, submit
-from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
+from ludus.cli.evaluation import battle, exploit, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
 from ludus.cli.help import HelpApp
 from ludus.cli.output import is_debug, notify, print_error
@@ -37,6 +37,7 @@ app.command("train", cls=train.TrainCommand, rich_help_panel=TRAIN)(train.train)
 app.command("tune", rich_help_panel=TRAIN)(tune.tune)
 app.command("rollout", rich_help_panel=TRAIN)(rollout.rollout)
 app.command("battle", rich_help_panel=TRAIN)(battle.battle)
+app.command("exploit", rich_help_panel=TRAIN)(exploit.exploit)
 app.add_typer(runs.app, name="runs", rich_help_panel=TRAIN)
 app.command("status", rich_help_panel=TRAIN)(status.status)
 app.command("tensorboard", rich_help_panel=TRAIN)(tensorboard.tensorboard)

@@ -25,11 +25,12 @@ _OTHER_SETTINGS = {
 class SelfPlayConfig(ConfigSection):
     """The `self_play:` section: who plays the other side of a game with two sides. Only the steps of the learning side train."""
 
-    opponents: Literal["latest", "past", "mix"] | None = Field(
+    opponents: Literal["latest", "past", "mix", "fixed"] | None = Field(
         None,
-        description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`. null = all agents "
-        "learn; environments with `past` opponents of their own decide by their `opponent`.",
+        description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`; fixed = the run or "
+        "checkpoint in `checkpoint` does, unchanged. null = all agents learn; environments with `past` opponents of their own decide by their `opponent`.",
     )
+    checkpoint: str | None = Field(None, description="With fixed: the run or checkpoint that plays the other side.")
     latest: float = Field(0.8, ge=0, le=1, description="With mix: share of matches against the newest version.")
     every: int = Field(
         20, ge=1, alias="snapshot_every", description="Snapshot the policy as an opponent every N versions (`snapshot_every`)."
@@ -42,6 +43,12 @@ class SelfPlayConfig(ConfigSection):
     sides: list[list[str]] | None = Field(
         None, description="The two sides as lists of agents; null = two agents play against each other."
     )
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> SelfPlayConfig:
+        if (self.opponents == "fixed") != (self.checkpoint is not None):
+            raise ValueError("opponents: fixed needs checkpoint, the run or checkpoint that plays the other side, and nothing else does")
+        return self
 
 
 class PreprocessConfig(ConfigSection):

@@ -89,7 +89,7 @@ def _check_self_play(agents: Sequence[str], mapping: Mapping[str, str], self_pla
         if self_play != SelfPlayConfig():
             raise ConfigError(
                 "config.self_play has no effect without opponents: all agents learn, with their newest policies.",
-                "Set config.self_play.opponents to latest, past or mix, or leave self_play out.",
+                "Set config.self_play.opponents to latest, past, mix or fixed, or leave self_play out.",
             )
         return
     sides = self_play.sides
@@ -110,7 +110,7 @@ def _check_self_play(agents: Sequence[str], mapping: Mapping[str, str], self_pla
                 f"config.self_play.sides is {sides}; both sides together are all agents, each once: {', '.join(agents)}.",
                 "Give two lists of agents.",
             )
-    if len(set(mapping.values())) > 1:
+    if len(set(mapping.values())) > 1 and self_play.opponents != "fixed":
         raise ConfigError(
             f"config.self_play needs one policy for all agents; there are {', '.join(dict.fromkeys(mapping.values()))}.",
             "Leave multiagent.policies out, or leave self_play out.",
