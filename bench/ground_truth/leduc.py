@@ -80,11 +80,11 @@ def main() -> None:
         "naive self-play, entropy schedule of the league": (1.0, ENTROPY),
     }
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for seed in args.seeds:
-        for kind, (latest, entropy) in kinds.items():
+    for kind, (latest, entropy) in kinds.items():
+        for seed in args.seeds:
             runs[kind].append(train(game, seed, args.steps, latest, entropy))
             print(kind, {key: value for key, value in runs[kind][-1].items() if key != "curve"}, flush=True)
-        write(runs, args.steps)
+            write(runs, args.steps)
 
 
 def write(runs: dict[str, list[dict[str, Any]]], steps: int) -> None:
@@ -99,8 +99,9 @@ def write(runs: dict[str, list[dict[str, Any]]], steps: int) -> None:
     rows = [
         {"product": name, "median": statistics.median(found), "seeds": ", ".join(f"{value:.3f}" for value in found)}
         for name, found in columns.items()
+        if found
     ]
-    ratio = rows[2]["median"] / rows[0]["median"]
+    ratio = rows[2]["median"] / rows[0]["median"] if len(rows) > 2 else float("nan")
     write_report(
         "leduc", "Exploitability on Leduc poker", ("product", "median", "seeds"), rows,
         steps=steps, snapshot_steps=SNAPSHOT_STEPS, latest=LATEST, league_settings=str(settings(steps, ENTROPY)),

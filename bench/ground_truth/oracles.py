@@ -1,6 +1,6 @@
 """The oracles themselves: published constants, OpenSpiel's values, the rate of CFR, and PSRO with exact best responses.
 
-    python -m bench.ground_truth.oracles                            (about two minutes)
+python -m bench.ground_truth.oracles                            (about two minutes)
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def psro_row() -> dict[str, Any]:
     solver, found, iterations = ExactPSRO(tree), np.inf, 0
     while found > PSRO_TARGET and iterations < 400:
         found, iterations = solver.step(), iterations + 1
-    row = _row(f"exploitability of PSRO with exact best responses, leduc_poker, {iterations} iterations", f"≤ {PSRO_TARGET}", found)
+    row = _row(
+        f"exploitability of PSRO with exact best responses, leduc_poker, {iterations} iterations", f"≤ {PSRO_TARGET}", found
+    )
     return row | {"iterations": iterations, "seconds": round(time.perf_counter() - began, 1)}
 
 

@@ -15,8 +15,16 @@ from ludus.envs.pettingzoo import make_match
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
-from ludus.sampling.multi_agent import EnvCopies, MatchBatch, MatchBatches, MultiAgentSampler, MultiAgentSettings
-from ludus.sampling.multi_agent import PolicySet, SeatAgents, Seating
+from ludus.sampling.multi_agent import (
+    EnvCopies,
+    MatchBatch,
+    MatchBatches,
+    MultiAgentSampler,
+    MultiAgentSettings,
+    PolicySet,
+    SeatAgents,
+    Seating,
+)
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.envs.pettingzoo import make_match
+from ludus.envs.pettingzoo import Departure, Turn, make_match
 from ludus.errors import ConfigError
 from ludus.game_theory.exploitability import best_response, exploitability, nash_conv
 from ludus.game_theory.game_tree import Doubles
@@ -87,7 +87,9 @@ def test_a_mixture_earns_the_weighted_mean_of_its_players(leduc: ObservedGame) -
     first, second, other = random_strategies(leduc, 3)
     mixed = mix_strategies(leduc.tree, [first, second], [0.25, 0.75])
     for weight_in_front, against in ((True, other), (False, other)):
-        pairs = [leduc.combine(one, against) if weight_in_front else leduc.combine(against, one) for one in (first, second, mixed)]
+        pairs = [
+            leduc.combine(one, against) if weight_in_front else leduc.combine(against, one) for one in (first, second, mixed)
+        ]
         a, b, both = (leduc.tree.value(pair) for pair in pairs)
         assert both == pytest.approx(0.25 * a + 0.75 * b)
 
@@ -138,7 +140,8 @@ def test_exploitability_is_what_the_best_response_earns_in_matches() -> None:
             else:
                 probabilities = policy.action_probabilities(np.stack([turn.observation]), np.stack([turn.mask]))[0]
             step = match.step({turn.agent: int(random.choice(2, p=probabilities))})
-            total += sum(row.reward for row in (*step.turns, *step.departures) if row.agent == "player_1")
+            rows: list[Turn | Departure] = [*step.turns, *step.departures]
+            total += sum(row.reward for row in rows if row.agent == "player_1")
         earned.append(total)
     assert np.mean(earned) == pytest.approx(value, abs=5 * np.std(earned) / len(earned) ** 0.5)
 
@@ -171,7 +174,11 @@ def test_stakes_that_are_not_positive_are_refused(stakes: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("env", "message"),
-    [("openspiel/matrix_rps", "act at the same time"), ("pettingzoo/tictactoe_v3", "is not known"), ("openspiel/connect_four", "more than 1,000")],
+    [
+        ("openspiel/matrix_rps", "act at the same time"),
+        ("pettingzoo/tictactoe_v3", "is not known"),
+        ("openspiel/connect_four", "more than 1,000"),
+    ],
 )
 def test_games_without_a_small_tree_are_refused(env: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -47,7 +47,9 @@ class SelfPlayConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_checkpoint(self) -> SelfPlayConfig:
         if (self.opponents == "fixed") != (self.checkpoint is not None):
-            raise ValueError("opponents: fixed needs checkpoint, the run or checkpoint that plays the other side, and nothing else does")
+            raise ValueError(
+                "opponents: fixed needs checkpoint, the run or checkpoint that plays the other side, and nothing else does"
+            )
         return self
 
 

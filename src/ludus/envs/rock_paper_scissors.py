@@ -28,7 +28,9 @@ def read_stakes(env_config: Mapping[str, Any] | None) -> tuple[float, float, flo
     """The stakes in `env_config`. Raises ConfigError."""
     stakes = tuple((env_config or {}).get("stakes", DEFAULT_STAKES))
     if len(stakes) != 3 or not all(isinstance(stake, int | float) and 0 < stake < 1e6 for stake in stakes):
-        raise ConfigError(f"The stakes {list(stakes)} are not three positive numbers.", "Example: env_config: {stakes: [1, 2, 3]}.")
+        raise ConfigError(
+            f"The stakes {list(stakes)} are not three positive numbers.", "Example: env_config: {stakes: [1, 2, 3]}."
+        )
     return float(stakes[0]), float(stakes[1]), float(stakes[2])
 
 

@@ -15,7 +15,9 @@ from ludus.game_theory.game_tree import Doubles, GameTree
 
 def mix_strategies(tree: GameTree, strategies: Sequence[Doubles], weights: Sequence[float] | Doubles) -> Doubles:
     """The behaviour strategy of both players that is equivalent to drawing one of the strategies with these weights."""
-    return tree.normalise(sum((w * realisation_plan(tree, s) for w, s in zip(weights, strategies, strict=True)), np.zeros(tree.slots)))
+    return tree.normalise(
+        sum((w * realisation_plan(tree, s) for w, s in zip(weights, strategies, strict=True)), np.zeros(tree.slots))
+    )
 
 
 def realisation_plan(tree: GameTree, strategy: Doubles) -> Doubles:

@@ -175,7 +175,9 @@ class Policy(nn.Module):
         """
         if not isinstance(self.action_space, gym.spaces.Discrete) or self.recurrent:
             what = "is recurrent" if self.recurrent else f"has the actions {self.action_space}"
-            raise ConfigError(f"The policy {what}: its action probabilities are not a table.", "Use a feed-forward model of Discrete actions.")
+            raise ConfigError(
+                f"The policy {what}: its action probabilities are not a table.", "Use a feed-forward model of Discrete actions."
+            )
         with torch.inference_mode():
             outputs, _, _ = self._outputs(map_tree(torch.from_numpy, observation), (), None)
             allowed = None if mask is None else torch.from_numpy(mask)
