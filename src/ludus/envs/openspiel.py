@@ -133,7 +133,11 @@ class OpenSpielMatch:
 
     def __init__(self, name: str, parameters: Mapping[str, Any] | None = None) -> None:
         self.name = name
-        self._states = _states_of(name.removeprefix(f"{FAMILY}/"), json.dumps(dict(parameters or {}), sort_keys=True))
+        try:
+            given = json.dumps(dict(parameters or {}), sort_keys=True)
+        except TypeError as error:
+            raise ConfigError(f"A parameter of {name} is not a plain value: {error}.", "Check config.env_config.") from error
+        self._states = _states_of(name.removeprefix(f"{FAMILY}/"), given)
         spaces = AgentSpaces(
             gym.spaces.Box(-np.inf, np.inf, self._states.shape, np.float32),
             gym.spaces.Discrete(self._states.num_actions),
