@@ -1,6 +1,6 @@
 """A league on tic-tac-toe against perfect play, checked on the whole game tree.
 
-    python -m bench.ground_truth.tic_tac_toe [--seeds 1 2 3] [--steps 1500000]      (about two minutes per seed)
+    python -m bench.ground_truth.tic_tac_toe [--seeds 1 2 3] [--steps 1000000]      (about a minute per seed)
 
 The main player of the league, playing its most probable actions, meets an opponent that draws among all perfect moves. The share of lost
 matches is exact: it is computed from the tree. The best response wins all that can be won against the player by any play.
@@ -70,7 +70,7 @@ def train(game: ObservedGame, perfect: Doubles, seed: int, steps: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=1_500_000)
+    parser.add_argument("--steps", type=int, default=1_000_000)
     args = parser.parse_args()
     torch.set_num_threads(1)
     game = observe_game(ENV)
