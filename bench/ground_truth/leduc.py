@@ -2,7 +2,7 @@
 
     python -m bench.ground_truth.leduc [--seeds 1 2 3 4 5] [--steps 3000000]     (two to three minutes per seed and row, one core)
 
-The league trains one main player by PPO: 80 % of its matches against itself, 20 % against its snapshots, one of which is kept every
+An interrupted start continues with the seeds that are missing. The league trains one main player by PPO: 80 % of its matches against itself, 20 % against its snapshots, one of which is kept every
 32,768 steps, with an entropy bonus that is lowered slowly. Its product is the population: for every match one snapshot of the second half
 of the training is drawn. Naive self-play is the same PPO without snapshots and with a usual, constant entropy bonus; its product is the
 last version. Two more rows separate the effects: the last version of the league's main player, and naive self-play with the league's
@@ -12,6 +12,7 @@ entropy schedule.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from bench.ground_truth.report import write_report
 from bench.ground_truth.training import LeagueLearner, Opponents, TrainingSettings
+from bench.train import RESULTS, provenance
 from ludus.game_theory.exploitability import exploitability
 from ludus.game_theory.game_tree import Doubles
 from ludus.game_theory.mixtures import mix_strategies
@@ -33,6 +35,13 @@ ENTROPY = (0.3, 0.02)
 NAIVE_ENTROPY = 0.01
 LEARNING_RATE = (1e-3, 2e-4)
 CURVE_POINTS = 12
+LEAGUE, NAIVE, ABLATION = "league", "naive self-play", "naive self-play, entropy schedule of the league"
+KINDS = {
+    LEAGUE: (LATEST, ENTROPY),
+    NAIVE: (1.0, (NAIVE_ENTROPY, NAIVE_ENTROPY)),
+    ABLATION: (1.0, ENTROPY),
+}
+"""Share of matches against itself, and entropy bonus at the start and the end."""
 
 
 def settings(steps: int, entropy: tuple[float, float]) -> TrainingSettings:
@@ -74,27 +83,31 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     game = observe_game(ENV)
-    kinds = {
-        "league": (LATEST, ENTROPY),
-        "naive self-play": (1.0, (NAIVE_ENTROPY, NAIVE_ENTROPY)),
-        "naive self-play, entropy schedule of the league": (1.0, ENTROPY),
-    }
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for kind, (latest, entropy) in kinds.items():
+    runs = finished_runs(args.steps)
+    for kinds in ((LEAGUE, NAIVE), (ABLATION,)):
         for seed in args.seeds:
-            runs[kind].append(train(game, seed, args.steps, latest, entropy))
-            print(kind, {key: value for key, value in runs[kind][-1].items() if key != "curve"}, flush=True)
-            write(runs, args.steps)
+            for kind in kinds:
+                if any(run["seed"] == seed for run in runs[kind]):
+                    continue
+                runs[kind].append(train(game, seed, args.steps, *KINDS[kind]) | {"commit": provenance()["commit"]})
+                print(kind, {key: value for key, value in runs[kind][-1].items() if key != "curve"}, flush=True)
+                write(runs, args.steps)
+
+
+def finished_runs(steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Runs of an earlier, interrupted start with the same settings."""
+    file = RESULTS / "ground-truth-leduc.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    same = found.get("steps") == steps and found.get("league_settings") == str(settings(steps, ENTROPY))
+    return {kind: list(found["runs"].get(kind, [])) if same else [] for kind in KINDS}
 
 
 def write(runs: dict[str, list[dict[str, Any]]], steps: int) -> None:
     columns = {
-        "league: population": [run["population"] for run in runs["league"]],
-        "league: last version of the main player": [run["last"] for run in runs["league"]],
-        "naive self-play": [run["last"] for run in runs["naive self-play"]],
-        "naive self-play, entropy schedule of the league": [
-            run["last"] for run in runs["naive self-play, entropy schedule of the league"]
-        ],
+        "league: population": [run["population"] for run in runs[LEAGUE]],
+        "league: last version of the main player": [run["last"] for run in runs[LEAGUE]],
+        NAIVE: [run["last"] for run in runs[NAIVE]],
+        ABLATION: [run["last"] for run in runs[ABLATION]],
     }
     rows = [
         {"product": name, "median": statistics.median(found), "seeds": ", ".join(f"{value:.3f}" for value in found)}

@@ -61,18 +61,18 @@ def observe_game(env: str, env_config: Mapping[str, Any] | None = None, **limits
         sets = len(tree.information_sets)
         return ObservedGame(tree, ("player_0", "player_1"), np.zeros((sets, 1), np.float32), np.ones((sets, 3), np.bool_))
     if not env.startswith(f"{FAMILY}/"):
-        raise ConfigError(
-            f"The tree of {env} is not known.", f"Exact values exist for {FAMILY}/… and {ROCK_PAPER_SCISSORS}; use --budget."
-        )
+        raise ConfigError(f"The tree of {env} is not known.", f"Exact values exist for {FAMILY}/… and {ROCK_PAPER_SCISSORS}.")
     game = load_game(env.removeprefix(f"{FAMILY}/"), env_config)
     states = GameStates(game)
     if str(game.get_type().dynamics).endswith("SIMULTANEOUS"):
-        raise ConfigError(f"The players of {env} act at the same time.", "Its tree has no observations; use --budget.")
+        raise ConfigError(
+            f"The players of {env} act at the same time.", "Exact values exist for games whose players act in turn."
+        )
     tree = build_tree(OpenSpielGame(game), **limits)
     masks = np.zeros((len(tree.information_sets), states.num_actions), np.bool_)
     for row, one in zip(masks, tree.information_sets, strict=True):
         if list(one.actions) != sorted(one.actions):
-            raise ConfigError(f"{env} lists its legal actions out of order.", "Use --budget.")
+            raise ConfigError(f"{env} lists its legal actions out of order.", "Exact values need them in ascending order.")
         row[list(one.actions)] = True
     observations = np.stack([states.observation(one.state, one.player) for one in tree.information_sets])
     return ObservedGame(tree, ("player_0", "player_1"), observations, masks)
