@@ -19,12 +19,12 @@ def join_segments(parts: Sequence[Segments]) -> Segments:
 
     They must be of one model; parts that are shorter than their spec must not have final observations.
     """
-    parts = [part.trim() for part in parts]
-    steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
+    lengths = [part.used_steps for part in parts]  # not `trim`: thousands of short segments would cost more than their steps
+    steps, finals = max(1, *lengths), sum(part.finals for part in parts)
     batch = Segments.empty(replace(parts[0].spec, steps=steps, finals=finals), sum(part.rows for part in parts))
     row = 0
-    for part in parts:
-        copy_rows(batch, part, row)
+    for part, used in zip(parts, lengths, strict=True):
+        copy_rows(batch, part, row, used)
         row += part.rows
     batch.episode_return = np.concatenate([part.episode_return for part in parts])
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
@@ -41,12 +41,23 @@ def split_repeated_origins(origin: Ints) -> list[Ints]:
     return [np.flatnonzero(repetition == number) for number in range(int(repetition.max(initial=-1)) + 1)]
 
 
-def copy_rows(batch: Segments, part: Segments, row: int) -> None:
-    """Copy one part to columns `row` … of the batch, and append its final observations. Padding is not overwritten."""
+def copy_rows(batch: Segments, part: Segments, row: int, steps: int | None = None) -> None:
+    """Copy one part to columns `row` … of the batch, and append its final observations. Padding is not overwritten.
+
+    `steps`: copy only that many steps of the part.
+    """
     columns, n = slice(row, row + part.rows), part.finals
-    for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
-        trees = getattr(batch, name), getattr(part, name)
-        map_tree(lambda whole, own: whole.__setitem__((slice(len(own)), columns), own), *trees)
+    used = part.spec.steps if steps is None else steps
+    for names, rows in ((OVER_STEPS, used), (OVER_STEPS_AND_AFTER, used + 1)):
+        for name in names:
+            whole, own = getattr(batch, name), getattr(part, name)
+            if isinstance(whole, np.ndarray):
+                whole[:rows, columns] = own[:rows]
+            else:
+                map_tree(lambda to, of, rows=rows: to.__setitem__((slice(rows), columns), of[:rows]), whole, own)
+    if part.spec.state_every:
+        states = replace(part.spec, steps=used).states
+        map_tree(lambda to, of: to.__setitem__((slice(states), columns), of[:states]), batch.state, part.state)
     batch.origin[columns], batch.results[columns] = part.origin, part.results
     if n:
         at = slice(batch.finals, batch.finals + n)

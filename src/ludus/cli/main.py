@@ -15,7 +15,7 @@ import typer
 
 import ludus
 from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, submit
-from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
+from ludus.cli.evaluation import battle, exploit, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
 from ludus.cli.help import HelpApp
 from ludus.cli.league import inspect, manage, run
@@ -43,6 +43,7 @@ run.add_commands(league)
 inspect.add_commands(league)
 manage.add_commands(league)
 app.add_typer(league, name="league", rich_help_panel=TRAIN)
+app.command("exploit", rich_help_panel=TRAIN)(exploit.exploit)
 app.add_typer(runs.app, name="runs", rich_help_panel=TRAIN)
 app.command("status", rich_help_panel=TRAIN)(status.status)
 app.command("tensorboard", rich_help_panel=TRAIN)(tensorboard.tensorboard)

@@ -25,13 +25,14 @@ _OTHER_SETTINGS = {
 class SelfPlayConfig(ConfigSection):
     """The `self_play:` section: who plays the other side of a game with two sides. Only the steps of the learning side train."""
 
-    opponents: Literal["latest", "past", "mix", "league"] | None = Field(
+    opponents: Literal["latest", "past", "mix", "league", "fixed"] | None = Field(
         None,
         description="latest = the newest version plays the other side; past = snapshots do; mix = both, by `latest`; league = the players "
-        "of `league`. null = all agents or sessions learn; in the Arena and gamecore games `env_config.opponent` decides.",
+        "of `league`; fixed = the run or checkpoint in `checkpoint` does, unchanged. null = all agents or sessions learn; in the Arena and gamecore games `env_config.opponent` decides.",
     )
     league: str | None = Field(None, description="With league: directory of the league; `ludus league run` sets it.")
     player: str | None = Field(None, description="With league: name of the player that this run trains.")
+    checkpoint: str | None = Field(None, description="With fixed: the run or checkpoint that plays the other side.")
     latest: float = Field(0.8, ge=0, le=1, description="With mix: share of matches against the newest version.")
     every: int = Field(
         20, ge=1, alias="snapshot_every", description="Snapshot the policy as an opponent every N versions (`snapshot_every`)."
@@ -53,6 +54,14 @@ class SelfPlayConfig(ConfigSection):
             raise ValueError("opponents: league needs the directory of the league and the name of the player")
         if self.opponents != "league" and (self.league or self.player):
             raise ValueError("league and player are for opponents: league")
+        return self
+
+    @model_validator(mode="after")
+    def _check_checkpoint(self) -> SelfPlayConfig:
+        if (self.opponents == "fixed") != (self.checkpoint is not None):
+            raise ValueError(
+                "opponents: fixed needs checkpoint, the run or checkpoint that plays the other side, and nothing else does"
+            )
         return self
 
 

@@ -31,6 +31,8 @@ _MALFORMED = (
 
 def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `function` to corresponding leaves; the result has the structure of the first tree."""
+    if isinstance(tree, np.ndarray):  # by far the most frequent case, and faster to recognise than a Mapping
+        return function(tree, *rest)
     if isinstance(tree, Mapping):
         return {key: map_tree(function, tree[key], *(r[key] for r in rest)) for key in tree}
     if isinstance(tree, tuple):

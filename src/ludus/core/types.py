@@ -117,10 +117,15 @@ class Segments:
         """Number of valid steps."""
         return int(np.count_nonzero(self.valid))
 
+    @property
+    def used_steps(self) -> int:
+        """Number of steps up to the last valid one of any row."""
+        valid = np.flatnonzero(self.valid.any(axis=1))
+        return int(valid[-1]) + 1 if len(valid) else 0
+
     def trim(self) -> Segments:
         """Return views without the padding at the end that all rows share. Final observations are not included."""
-        valid = np.flatnonzero(self.valid.any(axis=1))
-        used = int(valid[-1]) + 1 if len(valid) else 0
+        used = self.used_steps
         if used == self.spec.steps:
             return self
         spec = replace(self.spec, steps=used)

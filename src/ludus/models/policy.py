@@ -20,7 +20,7 @@ from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.errors import ConfigError, IncompatibleCheckpoint
 from ludus.models.autoregressive_actions import AutoregressiveDistribution, check_pointers
-from ludus.models.distributions import Distribution, EpsilonGreedy, make_distribution, make_q_distribution
+from ludus.models.distributions import Distribution, EpsilonGreedy, apply_mask, make_distribution, make_q_distribution
 from ludus.models.network_config import NetworkConfig
 from ludus.models.networks import Network, PolicyNetwork
 from ludus.models.observation_encoder import entities_of
@@ -167,6 +167,24 @@ class Policy(nn.Module):
         chosen_arrays = map_tree(Tensor.numpy, chosen)
         action = self.distribution.to_environment(chosen_arrays)
         return BatchDecision(action, chosen_arrays, log_prob.numpy(), value.numpy(), tuple(map(Tensor.numpy, after)))
+
+    def action_probabilities(self, observation: Tree, mask: Array | None = None, *, deterministic: bool = False) -> Array:
+        """Return the probabilities [N, actions] with which a policy without recurrence takes each of its Discrete actions.
+
+        `deterministic`: of its play without noise. Raises ConfigError for other action spaces and recurrent policies.
+        """
+        if not isinstance(self.action_space, gym.spaces.Discrete) or self.recurrent:
+            what = "is recurrent" if self.recurrent else f"has the actions {self.action_space}"
+            raise ConfigError(
+                f"The policy {what}: its action probabilities are not a table.", "Use a feed-forward model of Discrete actions."
+            )
+        with torch.inference_mode():
+            outputs, _, _ = self._outputs(map_tree(torch.from_numpy, observation), (), None)
+            allowed = None if mask is None else torch.from_numpy(mask)
+            if deterministic or self.kind == VALUES:
+                chosen, _ = self.distribution.sample(outputs, allowed, None)
+                return torch.nn.functional.one_hot(chosen, int(self.action_space.n)).double().numpy()
+            return torch.softmax(apply_mask(outputs.double(), allowed), dim=-1).numpy()
 
     def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
         """Draw the noise for `act`. Noise multiplied by T gives temperature T: options are drawn from logits ÷ T."""

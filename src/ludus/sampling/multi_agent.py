@@ -637,8 +637,11 @@ class MatchBatch:
 
     def models_in_use(self) -> frozenset[str]:
         """Models that play in matches which are not over."""
-        playing = [slot for slot in self._slots if not slot.current.over]
-        return frozenset(model for slot in playing for model in slot.seating.models.values() if model is not None)
+        models: set[str | None] = set()
+        for slot in self._slots:
+            if not slot.current.over:
+                models.update(slot.seating.models.values())
+        return frozenset(model for model in models if model is not None)
 
     def stop_match(self, number: int) -> FinishedMatch:
         """Stop the match of a copy and return its result so far."""

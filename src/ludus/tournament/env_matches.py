@@ -287,6 +287,7 @@ class EnvStage(Stage):
                 raise UsageError(f"{name} is for the Arena.", "Leave it out; options of an environment are -o KEY=VALUE.")
         self._env, self._scratch_dir = env, scratch_dir
         self._step_limit = episode_step_limit(env.name)
+        self._deterministic = settings.deterministic
         self._pairings = schedule(settings, 0)
         with contextlib.ExitStack() as stack:
             self._copies = EnvCopies(env.make, 1, forgiving=True)
@@ -335,7 +336,7 @@ class EnvStage(Stage):
 
     def _add_notes(self) -> None:
         played, different = self._traces.total(), len(self._traces)
-        if played >= _MIN_FOR_REPEAT_NOTE and different <= played / 2:
+        if self._deterministic and played >= _MIN_FOR_REPEAT_NOTE and different <= played / 2:
             self.notes.append(
                 f"only {different} of {played} matches took different courses, so the interval is too narrow: --explore samples the "
                 "actions"

@@ -244,10 +244,12 @@ def find_opponent(assignment: AgentAssignment, config: AlgorithmConfig) -> Oppon
     return RANDOM if named == "random" else load_opponent(str(named), assignment)
 
 
-def load_opponent(where: str, assignment: AgentAssignment) -> Opponent:
-    """The policies of a run or checkpoint, by the agents that they played in training. Raises UsageError, NotFound."""
-    key, agents = "config.multiagent.evaluation_opponents", assignment.agents
-    hint = "Name a run of the same environment, random or policies."
+def load_opponent(where: str, assignment: AgentAssignment, key: str = "config.multiagent.evaluation_opponents") -> Opponent:
+    """The policies of a run or checkpoint, by the agents that they played in training. `key`: that names it, for errors.
+
+    Raises UsageError, NotFound.
+    """
+    agents, hint = assignment.agents, "Name a run of the same environment."
     run, loaded = checkpoint.open_checkpoint(where)
     section = loaded.state["config"]["config"].get("multiagent") or {}
     mapping = section.get("policy_mapping")

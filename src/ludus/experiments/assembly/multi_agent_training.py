@@ -23,6 +23,7 @@ from ludus.experiments.assembly.match_evaluation import (
     AgentAssignment,
     assign_agents,
     find_opponent,
+    load_opponent,
     make_match,
     make_match_evaluation,
 )
@@ -33,6 +34,7 @@ from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.byte_scales import LargestValues
 from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy
+from ludus.sampling.fixed_opponents import seat_fixed_opponents
 from ludus.sampling.match_opponents import result_names, seat_self_play
 from ludus.sampling.multi_agent import EnvCopies, MultiAgentSampler, MultiAgentSettings, match_batches
 from ludus.sampling.sampler import Interruption
@@ -68,7 +70,10 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     batches = stack.own(match_batches(trained_specs(policies, config), settings, copies))
     seed, sources = prepared.environment_seed, {name: learning.pool.source(name) for name in assignment.spaces}
     seating = None
-    if config.self_play.opponents is not None:
+    if config.self_play.checkpoint is not None:
+        frozen = load_opponent(config.self_play.checkpoint, assignment, "config.self_play.checkpoint")
+        seating = seat_fixed_opponents(config.self_play, assignment.agents, frozen.policies, seed)
+    elif config.self_play.opponents is not None:
         (source,) = sources.values()
         seating = seat_self_play(config.self_play, assignment.agents, source, seed, learning.run.directory)
     sampler = stack.own(

@@ -43,6 +43,7 @@ def resolve_agents(env: str, schema: type[AlgorithmConfig], config: AlgorithmCon
     resolved = config.model_copy(update={"multiagent": named})
     _check_spaces(agents, mapping)
     _check_self_play(list(agents), mapping, config.self_play)
+    _check_fixed_opponent(config)
     for policy in named.names():
         policy_config(schema, resolved, policy)
     _check_policies_to_train(named)
@@ -59,13 +60,21 @@ def _refuse_unsupported(config: AlgorithmConfig, section: MultiAgentConfig) -> N
         )
 
 
+def _check_fixed_opponent(config: AlgorithmConfig) -> None:
+    if config.self_play.checkpoint is not None and config.workers:
+        raise ConfigError(
+            f"config.num_workers is {config.workers}, and config.self_play.opponents is fixed, which plays in this process.",
+            "Leave num_workers at 0; raise num_envs_per_worker.",
+        )
+
+
 def _check_self_play(agents: Sequence[str], mapping: Mapping[str, str], self_play: SelfPlayConfig) -> None:
     """Self-play needs two sides, and one policy that plays both."""
     if self_play.opponents is None:
         if self_play != SelfPlayConfig():
             raise ConfigError(
                 "config.self_play has no effect without opponents: all agents learn, with their newest policies.",
-                "Set config.self_play.opponents to latest, past or mix, or leave self_play out.",
+                "Set config.self_play.opponents to latest, past, mix or fixed, or leave self_play out.",
             )
         return
     sides = self_play.sides
@@ -86,7 +95,7 @@ def _check_self_play(agents: Sequence[str], mapping: Mapping[str, str], self_pla
                 f"config.self_play.sides is {sides}; both sides together are all agents, each once: {', '.join(agents)}.",
                 "Give two lists of agents.",
             )
-    if len(set(mapping.values())) > 1:
+    if len(set(mapping.values())) > 1 and self_play.opponents != "fixed":
         raise ConfigError(
             f"config.self_play needs one policy for all agents; there are {', '.join(dict.fromkeys(mapping.values()))}.",
             "Leave multiagent.policies out, or leave self_play out.",

@@ -170,6 +170,8 @@ def _scale_is_unused(config: AlgorithmConfig) -> bool:
 
 def find_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
     """Why `self_play` has no effect; None if it has, or is not set. Makes the environment."""
+    if config.self_play.checkpoint is not None:
+        return f"config.self_play.opponents is fixed, which is for environments with several agents; {env} has one. Leave it out."
     if is_default(config, "self_play"):
         return None
     if env == EXTERNAL:

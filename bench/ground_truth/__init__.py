@@ -1,0 +1,1 @@
+"""Figures against exact oracles: small games whose exploitability, equilibria or perfect play are known."""
