@@ -24,7 +24,7 @@ import numpy as np
 
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
-from ludus.core.spaces import ACTION_MASK, SpaceParser
+from ludus.core.spaces import ACTION_MASK, MaskParser, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
@@ -192,6 +192,10 @@ def make_match(
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
     with construction_errors(name, "pettingzoo"):
         env = registry.call_factory(factory, config)
+        if name.partition("/")[0] in FAMILIES:
+            from ludus.envs.pettingzoo_unchecked import without_checks
+
+            env = without_checks(env)
         for wrapper in load_wrappers(wrappers)[0]:
             env = wrapper.wrap(env, multi_agent=True)
         return env
@@ -325,12 +329,14 @@ class _AgentTable:
         """Agent name → the environment's own id, which need not be a string."""
         self.spaces: dict[str, AgentSpaces] = {}
         self._fit: dict[str, SpaceParser] = {}
+        self._masks: dict[str, MaskParser] = {}
         for agent, own in self.originals.items():
             with environment_errors(name, "observation_space or action_space", 0):
                 observation, action = env.observation_space(own), env.action_space(own)
             plain, mask = spaces.split_mask(observation)
             self.spaces[agent] = AgentSpaces(plain, action, mask is not None)
             self._fit[agent] = SpaceParser(plain, f"the observation of {agent}")
+            self._masks[agent] = MaskParser(action)
         self.late_rewards = 0
         self.steps = 0
 
@@ -356,12 +362,12 @@ class _AgentTable:
             if own.masked:
                 given = observation[ACTION_MASK]
                 observation = spaces.without_mask(observation, not isinstance(own.observation, gym.spaces.Dict))
-            mask = None if given is None or not acts else spaces.flat_mask(given, own.action)
+            mask = None if given is None or not acts else self._masks[agent](given)
             fitting = self._fit[agent](observation)
         except (ValueError, TypeError, KeyError, ConfigError) as error:
             raise EnvironmentFault(f"{self.name} at step {self.steps}, agent {agent!r}: {_error_text(error)}") from error
         if mask is not None:
-            for part in spaces.choices(own.action):
+            for part in self._masks[agent].choices:
                 if not mask[part].any():
                     raise EnvironmentFault(
                         f"{self.name} forbids every action of {agent!r} in its action_mask (options {part.start} to "
