@@ -163,7 +163,11 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _describe(task: matches.MatchTask) -> str:
-    network = "a small CNN on 84×84 pictures of one channel" if task.images else f"separate {matches.HIDDEN}×{matches.HIDDEN} tanh networks"
+    network = (
+        "a small CNN on 84×84 pictures of one channel"
+        if task.images
+        else f"separate {matches.HIDDEN}×{matches.HIDDEN} tanh networks"
+    )
     return (
         f"{task.agents} agents, {task.copies} copies, batches of {task.batch:,} agent steps, {task.epochs} epochs of minibatches of "
         f"{task.minibatch}, {network}, {_threads(task.name)} PyTorch thread{'s' if _threads(task.name) > 1 else ''}."

@@ -102,6 +102,8 @@ def several_agents(args: Args) -> dict[str, Any]:
     if task.images:
         model = {"conv_filters": matches.CONVOLUTIONS, "fcnet_hiddens": [matches.DENSE], "fcnet_activation": "relu"}
         wrapped = {"env_config": {"continuous": False}, "wrappers": ["bench.peers.matches:SmallPictures"]}
+    elif task.turns:
+        wrapped = {"wrappers": ["bench.peers.matches:FlatBoard"]}
     return {
         "multiagent": {"count_steps_by": "agent_steps"},
         "num_workers": args.workers,

@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from pettingzoo.utils import BaseParallelWrapper
+from pettingzoo.utils import BaseParallelWrapper, BaseWrapper
 
 SIDE = 84
 """Height and width of a piston's picture."""
@@ -79,6 +79,27 @@ class SmallPictures(BaseParallelWrapper):
 
     def _reduce(self, observations: dict) -> dict:
         return {agent: picture[self._pixels] for agent, picture in observations.items()}
+
+
+class FlatBoard(BaseWrapper):
+    """Boards as vectors, for libraries that would use convolutions otherwise."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._spaces = {agent: self._flatten(env.observation_space(agent)) for agent in env.possible_agents}
+
+    @staticmethod
+    def _flatten(space: Any) -> gym.Space:
+        board = space["observation"]
+        flat = gym.spaces.Box(board.low.reshape(-1), board.high.reshape(-1), dtype=board.dtype)
+        return gym.spaces.Dict({"observation": flat, "action_mask": space["action_mask"]})
+
+    def observation_space(self, agent: Any) -> gym.Space:
+        return self._spaces[agent]
+
+    def observe(self, agent: Any) -> dict:
+        seen = self.env.observe(agent)
+        return {"observation": seen["observation"].reshape(-1), "action_mask": seen["action_mask"]}
 
 
 def simple_spread() -> Any:

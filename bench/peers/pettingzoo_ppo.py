@@ -25,7 +25,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, task: matches.MatchTask, shape: tuple[int, ...], actions: int) -> None:
         super().__init__()
-        self.shared: nn.Module = nn.Identity()
+        self.shared: nn.Module = nn.Flatten()
         self.images, width = task.images, int(np.prod(shape))
         if task.images:
             layers: list[nn.Module] = []
@@ -41,10 +41,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, observed: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log probabilities of the actions, and values."""
-        if self.images:
-            features = self.shared(observed.permute(0, 3, 1, 2).float() / 255)
-        else:
-            features = observed.flatten(1).float()
+        features = self.shared(observed.permute(0, 3, 1, 2) / 255 if self.images else observed.float())
         logits = self.actor(features).masked_fill(~allowed, -1e9)
         return logits.log_softmax(-1), self.critic(features).squeeze(-1)
 

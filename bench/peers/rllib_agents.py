@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import rllib_ppo  # first: it sets what Ray reads when it is imported
-import gymnasium as gym  # isort: skip
+import gymnasium as gym
 import matches
 import numpy as np
+import rllib_ppo  # sets Ray's environment, before anything of Ray is imported
 import torch
 from pettingzoo.utils import BaseWrapper
 from ray.rllib.algorithms.ppo import PPOConfig
