@@ -50,7 +50,7 @@ TASKS = {
     task.name: task
     for task in (
         MatchTask("simple_spread", agents=3, copies=16, steps=100, minibatch=600),
-        MatchTask("pistonball", agents=20, copies=8, steps=16, minibatch=320, images=True),
+        MatchTask("pistonball", agents=20, copies=8, steps=8, minibatch=320, images=True),
         MatchTask("connect_four", agents=2, copies=32, steps=64, minibatch=512, turns=True),
     )
 }
