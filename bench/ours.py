@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import settings
-from bench.peers.report import ASYNC_MODES, Args, Run, describe, parse_args
+from bench.peers.report import AGENTS_MODE, ASYNC_MODES, Args, Run, describe, parse_args
 
-ENVIRONMENTS = {"cartpole": "CartPole-v1", "pong": "ALE/Pong-v5", "doom": "VizdoomBasic-v1"}
+ENVIRONMENTS = {
+    "cartpole": "CartPole-v1",
+    "pong": "ALE/Pong-v5",
+    "doom": "VizdoomBasic-v1",
+    "simple_spread": "mpe2/simple_spread_v3",
+    "pistonball": "pettingzoo/pistonball_v6",
+    "connect_four": "pettingzoo/connect_four_v3",
+}
 ASYNC_START_S = 6.0  # for the processes of an asynchronous run
 SHOWN = (
     "sampler/env_share",
@@ -85,6 +92,48 @@ def asynchronous(mode: str) -> dict[str, Any]:
     }
 
 
+def several_agents(args: Args) -> dict[str, Any]:
+    """The settings of contestants that train several agents."""
+    from bench.peers import matches
+
+    task = matches.TASKS[args.task]
+    model: dict[str, Any] = {"fcnet_hiddens": [matches.HIDDEN] * 2, "vf_share_layers": False}
+    wrapped: dict[str, Any] = {}
+    if task.images:
+        model = {"conv_filters": matches.CONVOLUTIONS, "fcnet_hiddens": [matches.DENSE], "fcnet_activation": "relu"}
+        wrapped = {"env_config": {"continuous": False}, "wrappers": ["bench.peers.matches:SmallPictures"]}
+    elif task.turns:
+        wrapped = {"wrappers": ["bench.peers.matches:FlatBoard"]}
+    return {
+        "multiagent": {"count_steps_by": "agent_steps"},
+        "num_workers": args.workers,
+        "num_envs_per_worker": task.copies // max(1, args.workers),
+        "train_batch_size": task.batch,
+        "num_epochs": task.epochs,
+        "minibatch_size": task.minibatch,
+        "lr": task.lr,
+        "gamma": task.gamma,
+        "lambda": task.gae_lambda,
+        "clip_param": task.clip,
+        "entropy_coeff": task.ent_coef,
+        "vf_loss_coeff": task.vf_coef,
+        "grad_clip": task.max_grad_norm,
+        "adam_epsilon": task.adam_eps,
+        "torch_threads": args.threads,
+        "evaluation_duration": 0,
+        "model": model,
+        **wrapped,
+    }
+
+
+def settings_of(args: Args) -> dict[str, Any]:
+    if args.mode == AGENTS_MODE:
+        return several_agents(args)
+    if args.mode in ASYNC_MODES:
+        return asynchronous(args.mode)
+    return tuned() if args.mode == "tuned" else equal(args.task)
+
+
 def tuned() -> dict[str, Any]:
     from ludus.config.experiment_file import load_experiments
 
@@ -95,19 +144,20 @@ def tuned() -> dict[str, Any]:
 
 def main(args: Args) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the `ludus` command does
-    chosen = tuned() if args.mode == "tuned" else asynchronous(args.mode) if args.mode in ASYNC_MODES else equal(args.task)
+    chosen = settings_of(args)
     chosen |= json.loads(os.environ.get("LUDUS_BENCH_CONFIG", "{}"))
     run = Run("ludus", args, describe(settings.CARTPOLE, **chosen) if args.mode == "equal" else dict(chosen))
     from ludus.envs.vector_env import make_environments
     from ludus.experiments import runner
 
-    begun_s = ASYNC_START_S if args.mode in ASYNC_MODES else 0.0
+    has_processes = args.mode in (*ASYNC_MODES, AGENTS_MODE)
+    begun_s = ASYNC_START_S if has_processes else 0.0
     limits = {"timesteps": args.max_frames, "time_s": args.max_seconds + begun_s, "episode_return_mean": args.target}
     data = {"env": ENVIRONMENTS[args.task], "stop": limits, "config": chosen | {"seed": args.seed}}
     if args.mode in ASYNC_MODES:
         data["run"] = args.mode.upper()
     watch = Watch(run)
-    if args.mode not in ASYNC_MODES:  # those begin with the first update, when all processes are there
+    if not has_processes:  # those begin with the first update, when all processes are there
         run.begin()
     with tempfile.TemporaryDirectory() as directory:
         result = runner.train(data, local_dir=Path(directory), sinks=[watch])

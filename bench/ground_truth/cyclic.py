@@ -19,7 +19,7 @@ import torch
 
 from bench.ground_truth.report import write_report
 from bench.ground_truth.training import MODEL, LeagueLearner, Opponents, TrainingSettings
-from ludus.envs.rock_paper_scissors import DEFAULT_STAKES, ENV_NAME
+from ludus.envs.matches.rock_paper_scissors import DEFAULT_STAKES, ENV_NAME
 from ludus.game_theory.game_tree import Doubles
 from ludus.game_theory.meta_solvers import nash
 from ludus.game_theory.rock_paper_scissors import RockPaperScissors

@@ -8,6 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ASYNC_MODES = ("appo", "impala")
+AGENTS_MODE = "agents"
 
 # Installed on its own before everything else: a bare `torch` requirement may resolve to a CUDA build.
 TORCH = "torch==2.13.0"
@@ -16,6 +17,7 @@ _COMMON = (TORCH, "numpy==2.4.6", "psutil==7.2.2")
 _GYM = ("gymnasium==1.4.0", "ale-py==0.12.1")
 _CV2 = "opencv-python-headless==4.13.0.92"
 _DOOM = "vizdoom==1.3.2"
+_AGENTS = ("pettingzoo[butterfly,classic]==1.27.0", "mpe2==1.1.1")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Peer:
     scripts: tuple[str, ...]
     note: str = ""
     source_builds: tuple[str, ...] = ()
+    agents_script: str = ""
+    """Trains several agents; empty: this library does not."""
 
     @property
     def venv(self) -> Path:
@@ -41,6 +45,8 @@ class Peer:
         return self.venv / "bin" / "python"
 
     def script(self, mode: str) -> Path:
+        if mode == AGENTS_MODE:
+            return HERE / self.agents_script
         return HERE / self.scripts[-1 if mode in ASYNC_MODES else 0]
 
     @property
@@ -59,9 +65,10 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer(
             name="cleanrl",
-            requirements=(*_COMMON, *_GYM, _DOOM),
+            requirements=(*_COMMON, *_GYM, _DOOM, *_AGENTS),
             scripts=("cleanrl_ppo.py",),
             note="our own single-file PPO in CleanRL's style, not CleanRL's code",
+            agents_script="pettingzoo_ppo.py",
         ),
         Peer(
             name="sb3",
@@ -76,9 +83,10 @@ PEERS: dict[str, Peer] = {
         ),
         Peer(
             name="rllib",
-            requirements=(*_COMMON, "gymnasium==1.2.2", "ale-py==0.12.1", _CV2, "ray[rllib]==2.60.0", _DOOM),
+            requirements=(*_COMMON, "gymnasium==1.2.2", "ale-py==0.12.1", _CV2, "ray[rllib]==2.60.0", _DOOM, *_AGENTS),
             scripts=("rllib_ppo.py", "rllib_appo.py"),
             note="Ray pins gymnasium 1.2.2",
+            agents_script="rllib_agents.py",
         ),
         Peer(
             name="sample_factory",

@@ -22,10 +22,15 @@ import psutil
 WINDOW_EPISODES = 100
 WARMUP_ITERATIONS = 2
 ASYNC_MODES = ("appo", "impala")
+AGENTS_MODE = "agents"
+"""Training of several agents; `matches.py` has the tasks and their settings."""
+AGENT_TASKS = ("simple_spread", "pistonball", "connect_four")
 ASYNC_WARMUP_S = 6.0
 """Asynchronous systems take a while until all of their queues are filled as they stay."""
+AGENTS_WARMUP_S = 4.0
 RSS_INTERVAL_S = 1.0
 MEGABYTE = 2**20
+_WARMUP_S = {**dict.fromkeys(ASYNC_MODES, ASYNC_WARMUP_S), AGENTS_MODE: AGENTS_WARMUP_S}
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,22 @@ class Args:
     max_frames: int
     target: float
     threads: int
+    workers: int = 0
+    """Sampling processes; only with several agents."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Args:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--task", choices=("cartpole", "pong", "doom"), default="cartpole")
-    parser.add_argument("--mode", choices=("tuned", "equal", *ASYNC_MODES), default="equal")
+    parser.add_argument("--task", choices=("cartpole", "pong", "doom", *AGENT_TASKS), default="cartpole")
+    parser.add_argument("--mode", choices=("tuned", "equal", *ASYNC_MODES, AGENTS_MODE), default="equal")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-seconds", type=float, default=60.0)
     parser.add_argument("--max-frames", type=int, default=2_000_000)
     parser.add_argument("--target", type=float, default=475.0)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: one for cartpole, else two")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: two for images, else one")
+    parser.add_argument("--workers", type=int, default=0, help="sampling processes, with --mode agents")
     values = vars(parser.parse_args(argv))
-    values["threads"] = values["threads"] or (1 if values["task"] == "cartpole" else 2)
+    values["threads"] = values["threads"] or (2 if values["task"] in ("pong", "doom", "pistonball") else 1)
     return Args(**values)
 
 
@@ -143,8 +151,8 @@ class JsonLine:
 class Run:
     """One training run: tell it when stepping starts, which episodes end and when an iteration is over.
 
-    An iteration is one rollout plus its update. `fps` counts whole iterations after the first two (asynchronous: after the
-    first seconds), so neither warm-up nor a rollout cut short by reaching the target distorts it.
+    An iteration is one rollout plus its update. `fps` counts whole iterations after the first two (asynchronous and with
+    several agents: after the first seconds), so neither warm-up nor a rollout cut short by reaching the target distorts it.
     """
 
     def __init__(self, peer: str, args: Args, settings: dict[str, Any]) -> None:
@@ -188,7 +196,7 @@ class Run:
     def iteration(self, frames: int) -> None:
         self._iterations.append((time.perf_counter(), frames))
         self.saw(frames)
-        warm_s = ASYNC_WARMUP_S if self._args.mode in ASYNC_MODES else 0.0
+        warm_s = _WARMUP_S.get(self._args.mode, 0.0)
         if self._steady is None and len(self._iterations) >= WARMUP_ITERATIONS and self._train_s() >= warm_s:
             self._steady = self._iterations[-1]
         if self._steady is not None and (not self._cpu or self._iterations[-1][0] - self._cpu[-1][0] >= RSS_INTERVAL_S):

@@ -30,6 +30,7 @@ def run_peer(
     target: float,
     threads: int,
     timeout_s: float,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """The script's result plus `wall_s`, or `{"error": ...}` if it crashed, hung or is not installed.
 
@@ -48,6 +49,7 @@ def run_peer(
         "--max-frames": max_frames,
         "--target": target,
         "--threads": threads,
+        "--workers": workers,
     }
     command = [str(entry.python), str(entry.script(mode))]
     command += [str(word) for option in options.items() for word in option]

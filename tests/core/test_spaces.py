@@ -10,7 +10,7 @@ from gymnasium import spaces as gs
 
 from ludus.core import spaces
 from ludus.core.spaces import ArraySpec
-from ludus.core.tree import Tree, leaves, map_tree
+from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.errors import ConfigError
 
 Space = gym.Space[Any]
@@ -416,3 +416,44 @@ def test_a_short_list_alone_is_taken_as_anywhere_else(values: list[Any]) -> None
 def test_a_number_too_large_for_float32_is_not_called_infinite(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         spaces.SpaceParser(gs.Box(-np.inf, np.inf, (2,), np.float64))(value)
+
+
+# -- fast paths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int64, np.float32])
+def test_a_parser_of_masks_returns_what_flattening_returns(dtype: type) -> None:
+    parse = spaces.MaskParser(HYBRID)
+    assert parse.choices == spaces.choices(HYBRID)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        mask: Array = random.integers(2, size=10).astype(dtype)
+        before = mask.copy()
+        flat = parse(mask)
+        np.testing.assert_array_equal(flat, spaces.flat_mask(mask, HYBRID))
+        assert flat.dtype == np.bool_
+        flat[:] = True
+        if dtype in (np.int8, np.uint8):
+            np.testing.assert_array_equal(mask, before)
+
+
+@pytest.mark.parametrize("wrong", [2, -1, 127], ids=repr)
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_a_parser_of_masks_rejects_bytes_other_than_zero_and_one(wrong: int, place: int) -> None:
+    mask = np.ones(10, np.int8)
+    mask[place] = wrong
+    with pytest.raises(ConfigError, match="values other than 0"):
+        spaces.MaskParser(HYBRID)(mask)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(3,), (4, 4)])
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_not_finite_are_found_anywhere(wrong: float, shape: tuple[int, ...]) -> None:
+    fit = spaces.SpaceParser(gs.Box(-np.inf, np.inf, shape))
+    for place in np.ndindex(shape):
+        array = np.full(shape, -1e30, np.float32)  # the squares overflow
+        np.testing.assert_array_equal(fit(array), array)
+        array[place] = wrong
+        with pytest.raises(ValueError, match=r"contains (nan|inf|-inf)"):
+            fit(array)

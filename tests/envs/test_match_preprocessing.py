@@ -13,7 +13,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 from ludus.config.schema import PreprocessConfig
 from ludus.core.tree import Tree, leaves
-from ludus.envs.match_preprocessing import preprocess_match
+from ludus.envs.matches.preprocessing import preprocess_match
 from ludus.envs.pettingzoo import Departure, MatchStep, MultiAgentMatch, make_match, match_of
 from ludus.envs.preprocessing import preprocess_env
 from ludus.errors import ConfigError

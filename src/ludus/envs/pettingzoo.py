@@ -26,7 +26,7 @@ import numpy as np
 from ludus.config.schema import PreprocessConfig
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
-from ludus.core.spaces import ACTION_MASK, SpaceParser
+from ludus.core.spaces import ACTION_MASK, MaskParser, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
@@ -220,7 +220,7 @@ def make_match(
     match = _make_plain_match(name, env_config, render_mode, wrappers, (preprocess and preprocess.drop) or ())
     if preprocess is None:
         return match
-    from ludus.envs.match_preprocessing import preprocess_match
+    from ludus.envs.matches.preprocessing import preprocess_match
 
     with contextlib.ExitStack() as made:
         made.callback(close_quietly, match)
@@ -253,6 +253,10 @@ def _make_plain_match(
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
     with construction_errors(name, "pettingzoo"):
         env = registry.call_factory(factory, config)
+        if name.partition("/")[0] in FAMILIES:
+            from ludus.envs.matches.unchecked_pettingzoo import without_checks
+
+            env = without_checks(env)
         for wrapper in load_wrappers(wrappers)[0]:
             env = wrapper.wrap(env, multi_agent=True)
         return env
@@ -388,6 +392,7 @@ class _AgentTable:
         self._fit: dict[str, SpaceParser] = {}
         self._keep: dict[str, Callable[[Any], Any]] = {}
         unknown = set(drop)
+        self._masks: dict[str, MaskParser] = {}
         for agent, own in self.originals.items():
             with environment_errors(name, "observation_space or action_space", 0):
                 observation, action = env.observation_space(own), env.action_space(own)
@@ -398,6 +403,7 @@ class _AgentTable:
                 unknown -= set(own_parts)
             self.spaces[agent] = AgentSpaces(plain, action, mask is not None)
             self._fit[agent] = SpaceParser(plain, f"the observation of {agent}")
+            self._masks[agent] = MaskParser(action)
         if unknown:
             raise ConfigError(
                 f"preprocess.drop: the observation of no agent of {name} has a part {min(unknown)!r}.",
@@ -430,12 +436,12 @@ class _AgentTable:
                 observation = spaces.without_mask(observation, not isinstance(own.observation, gym.spaces.Dict))
             if agent in self._keep:
                 observation = self._keep[agent](observation)
-            mask = None if given is None or not acts else spaces.flat_mask(given, own.action)
+            mask = None if given is None or not acts else self._masks[agent](given)
             fitting = self._fit[agent](observation)
         except (ValueError, TypeError, KeyError, ConfigError) as error:
             raise EnvironmentFault(f"{self.name} at step {self.steps}, agent {agent!r}: {_error_text(error)}") from error
         if mask is not None:
-            for part in spaces.choices(own.action):
+            for part in self._masks[agent].choices:
                 if not mask[part].any():
                     raise EnvironmentFault(
                         f"{self.name} forbids every action of {agent!r} in its action_mask (options {part.start} to "

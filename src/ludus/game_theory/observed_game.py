@@ -10,9 +10,9 @@ import numpy as np
 
 from ludus.core.tree import Array
 from ludus.core.types import Bools
+from ludus.envs.matches.rock_paper_scissors import ENV_NAME as ROCK_PAPER_SCISSORS
+from ludus.envs.matches.rock_paper_scissors import read_stakes
 from ludus.envs.openspiel import FAMILY, GameStates, load_game
-from ludus.envs.rock_paper_scissors import ENV_NAME as ROCK_PAPER_SCISSORS
-from ludus.envs.rock_paper_scissors import read_stakes
 from ludus.errors import ConfigError
 from ludus.game_theory.game_tree import Doubles, GameTree, build_tree
 from ludus.game_theory.openspiel_game import OpenSpielGame

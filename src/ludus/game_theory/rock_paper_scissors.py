@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ludus.envs.rock_paper_scissors import DEFAULT_STAKES, payoff_matrix
+from ludus.envs.matches.rock_paper_scissors import DEFAULT_STAKES, payoff_matrix
 from ludus.game_theory.extensive_game import TERMINAL
 from ludus.game_theory.game_tree import Doubles
 

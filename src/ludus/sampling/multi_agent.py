@@ -333,6 +333,8 @@ class PolicySet:
 
 def plain_action(action: Tree) -> Any:
     """Convert an action to what an environment takes: a Python int for a scalar integer."""
+    if isinstance(action, np.integer):
+        return action.item()
     arrays = map_tree(np.asarray, action)
     return map_tree(lambda array: array.item() if array.ndim == 0 and array.dtype.kind in "iu" else array, arrays)
 
