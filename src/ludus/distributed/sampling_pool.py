@@ -236,9 +236,13 @@ class PooledBatches(Protocol):
     def ready(self) -> bool: ...
 
 
-def all_steps(block: Segments) -> int:
-    """Steps of all rows, also those in which an environment only resets."""
-    return block.rows * block.spec.steps
+@dataclass(frozen=True)
+class BlockAccounting:
+    """How a pool counts the steps of its blocks, and what it reports besides."""
+
+    count_steps: Callable[[Segments], int] = lambda block: block.rows * block.spec.steps
+    """Steps of a block, as its worker counts them. By default those of all rows, also where an environment only resets."""
+    more_metrics: Callable[[], dict[str, float]] = dict
 
 
 class SamplingPool:
@@ -250,13 +254,11 @@ class SamplingPool:
         workers: int,
         latest: Latest,
         *,
-        count_steps: Callable[[Segments], int] = all_steps,
-        more_metrics: Callable[[], dict[str, float]] = dict,
+        accounting: BlockAccounting = BlockAccounting(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count_steps`: steps of a block, as its worker counts them. `more_metrics`: what is reported besides."""
         self._workers, self._latest, self._clock = workers, latest, clock
-        self._count_steps, self._more_metrics = count_steps, more_metrics
+        self._accounting = accounting
         self._node_of: dict[int, SamplingNode] = {}
         self._nodes_in_use: dict[str, SamplingNode] = {}
         self._expected = [0] * workers
@@ -303,7 +305,7 @@ class SamplingPool:
             self._issued[id(block)] = node
             self._expected[worker] += 1
             self._taken_there[worker] += 1
-            self._block_steps = self._count_steps(block)
+            self._block_steps = self._accounting.count_steps(block)
             self._taken_steps += self._block_steps
         return block
 
@@ -413,7 +415,7 @@ class SamplingPool:
         if self.batches is not None:
             dropped = float(self.batches.dropped)
             numbers |= {"memory/waiting": float(self.batches.waiting), "learner/dropped_lag": dropped}
-        return numbers | self._more_metrics()
+        return numbers | self._accounting.more_metrics()
 
     def has_sampled(self) -> bool:
         return self._totals()["steps"] > 0

@@ -16,7 +16,7 @@ from ludus.distributed.match_blocks import MatchPlan
 from ludus.distributed.match_results import WORKER_RESULTS, MatchResults
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_plan import SamplingPlan
-from ludus.distributed.sampling_pool import SamplingPool
+from ludus.distributed.sampling_pool import BlockAccounting, SamplingPool
 from ludus.distributed.sampling_worker import PolicyBoard
 from ludus.experiments.assembly.components import (
     ComponentStack,
@@ -74,7 +74,7 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
     sampling = stack.own(
         SamplingPool(
             lambda wakeup: connect(plan, wakeup, logs), config.workers, lambda: newest_of_all(pool, models),
-            count_steps=_count_steps, more_metrics=results.metrics,
+            accounting=BlockAccounting(_count_steps, results.metrics),
         )
     )  # fmt: skip
     batches = sampling.batches = ModelBatches(
