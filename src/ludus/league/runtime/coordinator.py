@@ -20,7 +20,7 @@ import numpy as np
 
 from ludus.core.formatting import format_number
 from ludus.core.metrics import JsonLinesSink
-from ludus.errors import ConfigError, LudusError
+from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runner import code_bundle_of
@@ -56,6 +56,10 @@ _SCAN_S: Final = 1.0
 _PUBLISH_S: Final = 1.0
 _RETRY_S: Final = 5.0
 """After an error of the file system, such as a full disk."""
+_NOT_ITS_FAULT: Final = (Fenced, StoreFull)
+"""Errors of a turn that say nothing about its player: it trains elsewhere, or the disk is full. Not counted as failures."""
+_BLOCKED_S: Final = 10.0
+"""Before the next turn of a player after such an error."""
 _REPORT_S: Final = 5.0
 _GRACE_S: Final = 600.0
 """A learner that has to stop finishes its update and writes a checkpoint first; a second Ctrl-C does not wait for it."""
@@ -307,6 +311,10 @@ class Coordinator:
                 self._say(self._describe(task.name))
             return
         log.warning("%s failed: %s", task.name, failure.reason)
+        if isinstance(failure.error, _NOT_ITS_FAULT):
+            self._retry_at[task.name] = self._clock() + _BLOCKED_S
+            self._say(f"{task.name} is tried again in {_BLOCKED_S:.0f} s: {failure.error.message}")
+            return
         decision = self._policies[task.name].decide(failure, None if player is None else player.model, set_up=True)
         if not isinstance(decision, GiveUp):
             self._retry_at[task.name] = self._clock() + decision.delay_s
