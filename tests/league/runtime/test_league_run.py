@@ -266,3 +266,24 @@ def test_errors_that_are_not_the_fault_of_a_player_do_not_exclude_it(
     state = run(tmp_path, league(tmp_path, players={"main": {}}, max_failures=1, stop={"timesteps": 512})).state
     assert not failures
     assert (state.players["main"].quarantine, state.players["main"].steps) == ("", 512)
+
+
+def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "other": {}}, stop={"timesteps": 128})
+    run(tmp_path, data)
+    stored, state = (tmp_path / "league.yaml").read_bytes(), read_state(tmp_path)
+    for players in ({"main": {"role": "league_exploiter"}, "new": {}}, {"main": {"config": {"model": {"fcnet_hiddens": [4]}}}}):
+        with pytest.raises(ConfigError):
+            run(tmp_path, data | {"players": players})
+        assert (tmp_path / "league.yaml").read_bytes() == stored
+        assert read_state(tmp_path).players == state.players
+
+
+def test_a_player_that_returns_to_the_file_stays_retired_and_that_is_said(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "other": {}}, stop={"timesteps": 128})
+    said: list[str] = []
+    run(tmp_path, data | {"players": {"main": {}, "other": {}}})
+    run(tmp_path, data | {"players": {"main": {}}}, said)
+    assert any("other is retired" in line for line in said)
+    run(tmp_path, data, said)
+    assert any("other is in the file of the league, but stays retired" in line for line in said)

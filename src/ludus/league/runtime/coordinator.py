@@ -95,7 +95,10 @@ def run_league(
         find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # it may need a library that is not installed
     journal = LeagueJournal(league, config.settings())
     try:
-        replace_file(league / LEAGUE_FILE, file)
+        _sweep(league / PLAYERS)
+        check_runs(journal, config)
+        add_players(journal, config, say)
+        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
         with LeagueWorkers(league, bundles) as workers, stop_on_signals() as stop:
             return Coordinator(journal, config, workers, say).run(stop)
@@ -145,9 +148,6 @@ class Coordinator:
 
     def run(self, stop: StopSignal) -> LeagueResult:
         try:
-            _sweep(self._league / PLAYERS)
-            add_players(self._journal, self._config, self._say)
-            check_runs(self._journal, self._config)
             reason = None
             while reason is None:
                 reason = self._try_step() or (f"interrupted ({stop.name})" if stop() else None)
@@ -382,20 +382,21 @@ class Coordinator:
 
 def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     """Bring the players of the league's file into its state. Raises ConfigError, and errors of models that cannot be read."""
-    league = journal.directory
-    problems = []
-    for name, section in config.players.items():
-        known = journal.state.players.get(name)
-        if known is None:
-            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
-        elif (known.role, known.rating) != (PlayerRole(section.role), section.rating):
-            problems.append(
-                f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
-                f"{known.role.value} and {known.rating}."
-            )
+    league, known = journal.directory, journal.state.players
+    problems = [
+        f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
+        f"{known[name].role.value} and {known[name].rating}."
+        for name, section in config.players.items()
+        if name in known and (known[name].role, known[name].rating) != (PlayerRole(section.role), section.rating)
+    ]
     if problems:
         raise ConfigError("\n".join(problems), "Give the player another name, or the league another directory.")
+    for name, section in config.players.items():
+        if name not in known:
+            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+        elif known[name].retired:
+            say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
         if player.role.learns and player.name not in config.players and not player.retired:
             say(f"{player.name} is retired: it is not in the file of the league any more")
@@ -408,10 +409,12 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
 def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
     """Check that the runs of the training players can be continued with the settings of the file. Raises ConfigError."""
     for name in config.learners():
-        generation = journal.state.players[name].generation
-        directory = run_directory(journal.directory, name, generation)
+        player = journal.state.players.get(name)
+        if player is None:
+            continue
+        directory = run_directory(journal.directory, name, player.generation)
         if holds_run(directory):
-            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, generation))
+            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, player.generation))
 
 
 def _is_ready(model: str) -> bool:
