@@ -114,6 +114,7 @@ def test_players_are_added_and_retired(call: Call, league: Path) -> None:
     assert "already" in one_line(call("league", "add", league, "medium", "rule:hard"))
     assert "is not a name" in one_line(call("league", "add", league, "a/b", "rule:hard"))
     assert "no/such/run" in one_line(call("league", "add", league, "run", "no/such/run"))
+    assert "--rating nan is not a rating" in one_line(call("league", "add", league, "new", "rule:hard", "--rating", "nan"))
     assert call("league", "retire", league, "medium").code == 0
     assert read_state(league).players["medium"].retired
     assert "retired already" in call("league", "retire", league, "medium").out

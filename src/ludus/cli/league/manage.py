@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import uuid
@@ -105,6 +106,8 @@ def add(
 
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a name for a player.", "Use letters, digits and _ : + . - .")
+    if rating is not None and not math.isfinite(rating):
+        raise UsageError(f"--rating {rating} is not a rating.", "Give a number, such as 1000.")
     if not model.startswith(_BUILT_IN):
         contestant(model)  # raises if it cannot be loaded
         path, at, version = model.rpartition("@")
