@@ -156,3 +156,14 @@ def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, 
     assert call("league", "add", league, "file", tmp_path / "exports" / "inside.onnx").code == 0
     assert call("league", "export", league, "file", tmp_path / "copied.onnx").code == 0
     assert (tmp_path / "copied.onnx").read_bytes() == (tmp_path / "exports" / "inside.onnx").read_bytes()
+
+
+def test_a_league_in_which_no_player_can_train_fails(call: Call, tmp_path: Path) -> None:
+    file, directory = tmp_path / "rps.yaml", tmp_path / "rps"
+    file.write_text("env: tests.league.games:make_rps\nplayers: {main: {}}\n")
+    journal = LeagueJournal(directory, LeagueSettings())
+    journal.apply(PlayerAdded(Player("main", PlayerRole.MAIN, retired=True)))
+    journal.close()
+    result = call("league", "run", "-f", file, "--dir", directory)
+    assert "stopped by no player can train" in result.out
+    assert result.code == 1
