@@ -141,6 +141,7 @@ def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() 
         LeagueState(),
         PlayerAdded(Player("a", PlayerRole.MAIN)),
         PlayerAdded(Player("e", PlayerRole.MAIN_EXPLOITER)),
+        PlayerTrained("e", 100, "players/e/g0@5"),
         ResultsReported("w", 1, "e", "a", 30, 0, 0),
     )
     rating = state.elo["e"]
@@ -148,6 +149,7 @@ def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() 
     assert state.elo["e.1"] == rating > 1200 == state.elo["e"]
     assert state.payoff.record("a", "e").games == 0
     assert state.players["e"].generation == 1
+    assert (state.players["e"].model, state.players["e.1"].model) == ("", "v")
 
 
 def test_beaten_snapshots_lose_quality() -> None:

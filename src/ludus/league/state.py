@@ -186,7 +186,10 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
         return added
     generation = parent.generation + event.reset
     begun = parent.steps if event.reset else parent.generation_steps
-    after = _with_player(added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun)
+    model = "" if event.reset else parent.model  # the old weights must not play, and be rated, under its name
+    after = _with_player(
+        added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun, model=model
+    )
     if isinstance(after, LeagueState) and event.reset:
         return replace(
             after,
