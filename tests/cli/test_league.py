@@ -108,6 +108,14 @@ def test_a_match_counts_only_if_recorded(call: Call, league: Path) -> None:
     assert read_state(league).payoff.record("hard", "anchor")[:3] == (played["won"], played["drawn"], played["lost"])
 
 
+def test_recorded_matches_are_played_like_those_of_the_league(call: Call, league: Path) -> None:
+    """Policies sample their actions in training and evaluation; the most probable ones would be another player."""
+    battle = ("league", "match", league, "hard", "anchor", "--games", "2", *CARDS, "--json")
+    assert call(*battle).json["terms"]["deterministic"]
+    assert not call(*battle, "--record").json["terms"]["deterministic"]
+    assert call(*battle, "--record", "--deterministic").json["terms"]["deterministic"]
+
+
 def test_players_are_added_and_retired(call: Call, league: Path) -> None:
     assert call("league", "add", league, "medium", "rule:medium", "--rating", "1300").code == 0
     assert read_state(league).players["medium"] == Player("medium", PlayerRole.FIXED, "rule:medium", rating=1300.0)

@@ -54,7 +54,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreFull, match="Cannot write to .*file"):
+    with pytest.raises(StoreFull, match="Cannot write to"):
         LeagueJournal(tmp_path / "file", LeagueSettings())
 
 

@@ -26,6 +26,7 @@ from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
 from ludus.league.runtime.league_file import LeagueConfig, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
+from ludus.league.runtime.workers import LeagueTask
 from ludus.league.spool import submit_events
 from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import read_matchmaking
@@ -257,9 +258,9 @@ def test_errors_that_are_not_the_fault_of_a_player_do_not_exclude_it(
 ) -> None:
     monkeypatch.setattr(coordinator, "_BLOCKED_S", 0.1)
     failures = [error] * 3
-    failure_of = coordinator.LeagueTask.failure
+    failure_of = LeagueTask.failure
     monkeypatch.setattr(
-        coordinator.LeagueTask,
+        LeagueTask,
         "failure",
         lambda task: LearnerFailure(str(failures[-1]), failures.pop()) if failures else failure_of(task),
     )
