@@ -108,12 +108,21 @@ def test_a_match_counts_only_if_recorded(call: Call, league: Path) -> None:
     assert read_state(league).payoff.record("hard", "anchor")[:3] == (played["won"], played["drawn"], played["lost"])
 
 
+def test_recorded_matches_are_played_like_those_of_the_league(call: Call, league: Path) -> None:
+    """Policies sample their actions in training and evaluation; the most probable ones would be another player."""
+    battle = ("league", "match", league, "hard", "anchor", "--games", "2", *CARDS, "--json")
+    assert call(*battle).json["terms"]["deterministic"]
+    assert not call(*battle, "--record").json["terms"]["deterministic"]
+    assert call(*battle, "--record", "--deterministic").json["terms"]["deterministic"]
+
+
 def test_players_are_added_and_retired(call: Call, league: Path) -> None:
     assert call("league", "add", league, "medium", "rule:medium", "--rating", "1300").code == 0
     assert read_state(league).players["medium"] == Player("medium", PlayerRole.FIXED, "rule:medium", rating=1300.0)
     assert "already" in one_line(call("league", "add", league, "medium", "rule:hard"))
     assert "is not a name" in one_line(call("league", "add", league, "a/b", "rule:hard"))
     assert "no/such/run" in one_line(call("league", "add", league, "run", "no/such/run"))
+    assert "--rating nan is not a rating" in one_line(call("league", "add", league, "new", "rule:hard", "--rating", "nan"))
     assert call("league", "retire", league, "medium").code == 0
     assert read_state(league).players["medium"].retired
     assert "retired already" in call("league", "retire", league, "medium").out
@@ -155,3 +164,14 @@ def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, 
     assert call("league", "add", league, "file", tmp_path / "exports" / "inside.onnx").code == 0
     assert call("league", "export", league, "file", tmp_path / "copied.onnx").code == 0
     assert (tmp_path / "copied.onnx").read_bytes() == (tmp_path / "exports" / "inside.onnx").read_bytes()
+
+
+def test_a_league_in_which_no_player_can_train_fails(call: Call, tmp_path: Path) -> None:
+    file, directory = tmp_path / "rps.yaml", tmp_path / "rps"
+    file.write_text("env: tests.league.games:make_rps\nplayers: {main: {}}\n")
+    journal = LeagueJournal(directory, LeagueSettings())
+    journal.apply(PlayerAdded(Player("main", PlayerRole.MAIN, retired=True)))
+    journal.close()
+    result = call("league", "run", "-f", file, "--dir", directory)
+    assert "stopped by no player can train" in result.out
+    assert result.code == 1

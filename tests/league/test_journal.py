@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.errors import Damaged, Fenced
+from ludus.errors import Damaged, Fenced, StoreFull
 from ludus.league.events import MatchFinished, MatchIssued, PlayerAdded, PlayerQuarantined
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
@@ -50,6 +50,12 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert read_state(tmp_path).results == 3
     journal.close()
     LeagueJournal(tmp_path, LeagueSettings()).close()
+
+
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreFull, match="Cannot write to"):
+        LeagueJournal(tmp_path / "file", LeagueSettings())
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:

@@ -72,3 +72,24 @@ def test_settings_are_read_back(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == settings
     with pytest.raises(NotFound, match="There is no league"):
         read_state(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        event_to_json(RESULTS) | {"losses": "x"},
+        event_to_json(RESULTS) | {"wins": True},
+        {"event": "PlayerTrained", "name": "a", "steps": 5, "model": 3},
+        {"event": "PlayerAdded", "player": {"name": "c", "role": "fixed", "steps": None}},
+    ],
+)
+def test_an_event_with_a_value_of_another_type_is_put_aside(tmp_path: Path, event: dict[str, object]) -> None:
+    journal = LeagueJournal(tmp_path, LeagueSettings())
+    submit_events(tmp_path, PLAYERS)
+    apply_spool(journal)
+    before = journal.state
+    (tmp_path / "spool" / "bad.json").write_text(json.dumps([event]))
+    assert apply_spool(journal) == 0
+    assert (tmp_path / "spool" / "bad.damaged").exists()
+    assert journal.state == before
+    journal.close()

@@ -119,11 +119,29 @@ def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> No
     assert propose_snapshot(apply(state, ResultsReported("w", 1, "a", "a.1", 8, 0, 2)), "a") is not None
 
 
+def test_a_snapshot_gets_another_name_if_a_fixed_player_has_its_name() -> None:
+    rule = SnapshotRule(min_steps=100, max_steps=100)
+    state = apply(
+        LeagueState(LeagueSettings(snapshots={PlayerRole.MAIN: rule})),
+        PlayerAdded(Player("a", PlayerRole.MAIN)),
+        PlayerAdded(Player("a.1", PlayerRole.FIXED, "players/a.1@7")),
+        PlayerTrained("a", 100, "v1"),
+    )
+    first = propose_snapshot(state, "a")
+    assert first is not None
+    assert first.snapshot == "a.2"
+    state = apply(state, first, PlayerTrained("a", 200, "v2"))
+    second = propose_snapshot(state, "a")
+    assert second is not None
+    assert second.snapshot == "a.3"
+
+
 def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() -> None:
     state = apply(
         LeagueState(),
         PlayerAdded(Player("a", PlayerRole.MAIN)),
         PlayerAdded(Player("e", PlayerRole.MAIN_EXPLOITER)),
+        PlayerTrained("e", 100, "players/e/g0@5"),
         ResultsReported("w", 1, "e", "a", 30, 0, 0),
     )
     rating = state.elo["e"]
@@ -131,6 +149,7 @@ def test_a_reset_player_forgets_its_results_and_its_snapshot_keeps_the_rating() 
     assert state.elo["e.1"] == rating > 1200 == state.elo["e"]
     assert state.payoff.record("a", "e").games == 0
     assert state.players["e"].generation == 1
+    assert (state.players["e"].model, state.players["e.1"].model) == ("", "v")
 
 
 def test_beaten_snapshots_lose_quality() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -130,6 +132,24 @@ def event_from_json(values: Mapping[str, Any]) -> LeagueEvent:
         return kind(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise Damaged(f"The journal of the league has a damaged {kind.__name__}: {error}.") from error
+
+
+def check_types(value: LeagueEvent | Player) -> None:
+    """Raises Damaged if a field has a value of another type: for events that another program may have written."""
+    for name, hint in typing.get_type_hints(type(value)).items():
+        given = getattr(value, name)
+        if not _fits(given, hint):
+            raise Damaged(f"{name} of a {type(value).__name__} is {given!r}.")
+        if isinstance(given, Player):
+            check_types(given)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def player_from_json(values: Mapping[str, Any]) -> Player:

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import msgpack
 
-from ludus.errors import Damaged, Fenced, NotFound
+from ludus.errors import Damaged, Fenced, NotFound, StoreFull
 from ludus.io.atomic_file import replace_file, replace_json
 from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
 from ludus.league.payoff import PayoffTable
@@ -55,9 +55,12 @@ class LeagueJournal:
     ) -> None:
         """`durable`: wait for the disk after every event, against power loss. A killed process loses nothing either way."""
         self.directory, self._snapshot_every, self._durable = directory, snapshot_every, durable
-        (directory / "journal").mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, _acquire(directory / "lock"))
+            try:
+                (directory / "journal").mkdir(parents=True, exist_ok=True)
+                stack.callback(os.close, _acquire(directory / "lock"))
+            except OSError as error:
+                raise StoreFull(f"Cannot write to {directory}: {error.strerror}.", "Choose another directory.") from error
             self.state, self._events = _load(directory, settings)
             replace_json(directory / _SETTINGS, settings_to_json(settings), indent=1)
             self._snapshot_at = self._events

@@ -18,7 +18,7 @@ from typing import Final
 
 from ludus.errors import Damaged, Fenced
 from ludus.io.atomic_file import replace_file
-from ludus.league.events import LeagueEvent, event_from_json, event_to_json
+from ludus.league.events import LeagueEvent, check_types, event_from_json, event_to_json
 from ludus.league.journal import LeagueJournal, read_settings
 from ludus.league.state import Refusal
 
@@ -57,6 +57,8 @@ def apply_spool(journal: LeagueJournal) -> int:
     for path in sorted((journal.directory / _FOLDER).glob("*.json")):
         try:
             events = [event_from_json(values) for values in json.loads(path.read_bytes())]
+            for event in events:
+                check_types(event)
         except (ValueError, TypeError, AttributeError, Damaged) as error:
             log.warning("%s is not applied to the league: %s", path, error)
             path.rename(path.with_suffix(".damaged"))

@@ -6,6 +6,7 @@ refused with a reason and changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -185,7 +186,10 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
         return added
     generation = parent.generation + event.reset
     begun = parent.steps if event.reset else parent.generation_steps
-    after = _with_player(added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun)
+    model = "" if event.reset else parent.model  # the old weights must not play, and be rated, under its name
+    after = _with_player(
+        added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun, model=model
+    )
     if isinstance(after, LeagueState) and event.reset:
         return replace(
             after,
@@ -329,7 +333,9 @@ def propose_snapshot(state: LeagueState, name: str) -> SnapshotTaken | None:
         return None
     taken = sum(one.parent == name for one in state.players.values())
     random = np.random.default_rng([state.settings.seed, taken, len(state.players)])
-    return SnapshotTaken(name, f"{name}.{taken + 1}", "", reset=bool(random.random() < rule.reset))
+    names = (f"{name}.{number}" for number in itertools.count(taken + 1))
+    free = next(one for one in names if one not in state.players)  # `ludus league add` may have taken the name
+    return SnapshotTaken(name, free, "", reset=bool(random.random() < rule.reset))
 
 
 def _beats_all(state: LeagueState, player: Player, win_rate: float) -> bool:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ludus.league.events import PlayerAdded
+from ludus.league.events import PlayerAdded, ResultsReported
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import ingest
 from ludus.league.runtime.ingest import ResultIngest
+from ludus.league.spool import apply_spool, submit_events
 from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import PairReport, ResultSpool, SpoolReader
 
@@ -189,4 +190,20 @@ def test_killing_the_coordinator_and_writers_loses_and_repeats_nothing(tmp_path:
     assert told[0] <= written[0] <= told[0] + 7, "the killed writer may have written one more batch than it said"
     assert read_state(tmp_path).results == sum(written)
     assert os.listdir(tmp_path / "results") != []
+    journal.close()
+
+
+def test_a_recorded_match_counts_once_if_the_coordinator_is_killed_before_its_file_is_deleted(tmp_path: Path) -> None:
+    write(tmp_path).close()
+    journal = open_league(tmp_path)
+    submit_events(tmp_path, [ResultsReported("match-1", 1, "main", "old", 3, 0, 1)])
+    (file,) = (tmp_path / "spool").glob("*.json")
+    content = file.read_bytes()
+    assert apply_spool(journal) == 1
+    journal.close()
+    file.write_bytes(content)
+    journal = open_league(tmp_path)
+    ResultIngest(journal)
+    apply_spool(journal)
+    assert journal.state.results == 4
     journal.close()

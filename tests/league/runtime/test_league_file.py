@@ -121,3 +121,9 @@ snapshots: {{main_exploiter: {{min_steps: 50}}}}
     assert len(set(generations)) == 6
     assert config.settings().snapshots[PlayerRole.MAIN_EXPLOITER] == SnapshotRule(50, 100, 0.7, reset=1.0)
     assert config.settings().snapshots[PlayerRole.LEAGUE_EXPLOITER].reset == 0.25
+
+
+def test_a_rating_is_a_finite_number(tmp_path: Path) -> None:
+    path = league(tmp_path, f"env: {ENV}\nplayers:\n  main: {{}}\n  old: {{role: fixed, model: 'rule:random', rating: .nan}}\n")
+    (line,) = problems(path)
+    assert line.startswith("league.yaml:4: players.old.rating is nan")

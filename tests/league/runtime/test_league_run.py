@@ -16,14 +16,17 @@ import pytest
 import yaml
 
 from ludus.core import trust
-from ludus.errors import ConfigError, Fenced
+from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
+from ludus.experiments.control.restart_policy import LearnerFailure
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import PlayerRole
+from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
 from ludus.league.runtime.league_file import LeagueConfig, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
+from ludus.league.runtime.workers import LeagueTask
 from ludus.league.spool import submit_events
 from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import read_matchmaking
@@ -235,3 +238,53 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
     assert len(counted) == len(set(counted))
     taken = [one for one in events if isinstance(one, SnapshotTaken)]
     assert all((directory / "players" / one.snapshot / "config.yaml").exists() for one in taken)
+
+
+def test_a_player_that_another_process_takes_at_the_start_of_its_turn_is_not_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "is_claimed", lambda league, player: False)  # it was free when the turn was handed out
+    said: list[str] = []
+    with claim_player(tmp_path, "hunter"):
+        state = run(tmp_path, league(tmp_path, stop={"timesteps": 384}), said).state
+    assert any("hunter is tried again" in line for line in said)
+    assert not state.players["hunter"].quarantine
+    assert state.players["main"].steps == 384
+
+
+@pytest.mark.parametrize("error", [StoreFull("No space left."), Fenced("It trains elsewhere.")])
+def test_errors_that_are_not_the_fault_of_a_player_do_not_exclude_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: LudusError
+) -> None:
+    monkeypatch.setattr(coordinator, "_BLOCKED_S", 0.1)
+    failures = [error] * 3
+    failure_of = LeagueTask.failure
+    monkeypatch.setattr(
+        LeagueTask,
+        "failure",
+        lambda task: LearnerFailure(str(failures[-1]), failures.pop()) if failures else failure_of(task),
+    )
+    state = run(tmp_path, league(tmp_path, players={"main": {}}, max_failures=1, stop={"timesteps": 512})).state
+    assert not failures
+    assert (state.players["main"].quarantine, state.players["main"].steps) == ("", 512)
+
+
+def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "other": {}}, stop={"timesteps": 128})
+    run(tmp_path, data)
+    stored, state = (tmp_path / "league.yaml").read_bytes(), read_state(tmp_path)
+    for players in ({"main": {"role": "league_exploiter"}, "new": {}}, {"main": {"config": {"model": {"fcnet_hiddens": [4]}}}}):
+        with pytest.raises(ConfigError):
+            run(tmp_path, data | {"players": players})
+        assert (tmp_path / "league.yaml").read_bytes() == stored
+        assert read_state(tmp_path).players == state.players
+
+
+def test_a_player_that_returns_to_the_file_stays_retired_and_that_is_said(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}, "other": {}}, stop={"timesteps": 128})
+    said: list[str] = []
+    run(tmp_path, data | {"players": {"main": {}, "other": {}}})
+    run(tmp_path, data | {"players": {"main": {}}}, said)
+    assert any("other is retired" in line for line in said)
+    run(tmp_path, data, said)
+    assert any("other is in the file of the league, but stays retired" in line for line in said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import uuid
@@ -40,8 +41,12 @@ def match(
     record: Annotated[bool, typer.Option("--record", help="Count the results in the league.")] = False,
     swap_sides: Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="Let A play both sides in turn.")] = True,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--deterministic/--explore",
+            help="Play the most probable actions, or sample them; default: sample with --record, as in all matches of a league.",
+        ),
+    ] = None,
     mode: Annotated[str | None, typer.Option(metavar="NvN", help="Team sizes in the Arena; default: as in training.")] = None,
     env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment; default: that of the training.")] = None,
     camps: Annotated[str | None, typer.Option(metavar="A,…/B,…", help="Agents of both sides, by name or pattern.")] = None,
@@ -68,7 +73,12 @@ def match(
     if record and a == b:
         raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
     settings = BattleSettings(
-        games=games, swap_sides=swap_sides, mode=mode, seconds=seconds, seed=seed, deterministic=deterministic
+        games=games,
+        swap_sides=swap_sides,
+        mode=mode,
+        seconds=seconds,
+        seed=seed,
+        deterministic=not record if deterministic is None else deterministic,
     )
     location = GameLocation(options=read_options(option or ()), env=env, camps=camps)
     with BattleProgress(games, quiet=as_json) as progress:
@@ -105,6 +115,8 @@ def add(
 
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a name for a player.", "Use letters, digits and _ : + . - .")
+    if rating is not None and not math.isfinite(rating):
+        raise UsageError(f"--rating {rating} is not a rating.", "Give a number, such as 1000.")
     if not model.startswith(_BUILT_IN):
         contestant(model)  # raises if it cannot be loaded
         path, at, version = model.rpartition("@")

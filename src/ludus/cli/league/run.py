@@ -47,12 +47,15 @@ def run(
         raise locate_problems(error, file) from error
     printer(f"league {config.name} in {league}: {', '.join(config.players)}")
     from ludus.league.runtime.coordinator import run_league
+    from ludus.league.runtime.schedule import NO_PLAYER
 
     result = run_league(config, league.absolute(), file.read_bytes(), resolved, printer)
     printer(f"stopped by {result.stopped_by}: {result.state.results:,} matches of {len(result.state.players)} players")
     printer(f"next: {runnable('ludus')} league run -f {file} --dir {league}  (continues it)")
     if json_:
         print(json.dumps(result.to_json()), flush=True)
+    if result.stopped_by == NO_PLAYER:
+        raise typer.Exit(1)
     if result.stopped_by.startswith("interrupted"):
         raise typer.Exit(130)
 

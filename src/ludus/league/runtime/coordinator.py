@@ -20,7 +20,7 @@ import numpy as np
 
 from ludus.core.formatting import format_number
 from ludus.core.metrics import JsonLinesSink
-from ludus.errors import ConfigError, LudusError
+from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runner import code_bundle_of
@@ -56,6 +56,10 @@ _SCAN_S: Final = 1.0
 _PUBLISH_S: Final = 1.0
 _RETRY_S: Final = 5.0
 """After an error of the file system, such as a full disk."""
+_NOT_ITS_FAULT: Final = (Fenced, StoreFull)
+"""Errors of a turn that say nothing about its player: it trains elsewhere, or the disk is full. Not counted as failures."""
+_BLOCKED_S: Final = 10.0
+"""Before the next turn of a player after such an error."""
 _REPORT_S: Final = 5.0
 _GRACE_S: Final = 600.0
 """A learner that has to stop finishes its update and writes a checkpoint first; a second Ctrl-C does not wait for it."""
@@ -91,7 +95,10 @@ def run_league(
         find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # it may need a library that is not installed
     journal = LeagueJournal(league, config.settings())
     try:
-        replace_file(league / LEAGUE_FILE, file)
+        _sweep(league / PLAYERS)
+        check_runs(journal, config)
+        add_players(journal, config, say)
+        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
         with LeagueWorkers(league, bundles) as workers, stop_on_signals() as stop:
             return Coordinator(journal, config, workers, say).run(stop)
@@ -141,9 +148,6 @@ class Coordinator:
 
     def run(self, stop: StopSignal) -> LeagueResult:
         try:
-            _sweep(self._league / PLAYERS)
-            add_players(self._journal, self._config, self._say)
-            check_runs(self._journal, self._config)
             reason = None
             while reason is None:
                 reason = self._try_step() or (f"interrupted ({stop.name})" if stop() else None)
@@ -307,6 +311,10 @@ class Coordinator:
                 self._say(self._describe(task.name))
             return
         log.warning("%s failed: %s", task.name, failure.reason)
+        if isinstance(failure.error, _NOT_ITS_FAULT):
+            self._retry_at[task.name] = self._clock() + _BLOCKED_S
+            self._say(f"{task.name} is tried again in {_BLOCKED_S:.0f} s: {failure.error.message}")
+            return
         decision = self._policies[task.name].decide(failure, None if player is None else player.model, set_up=True)
         if not isinstance(decision, GiveUp):
             self._retry_at[task.name] = self._clock() + decision.delay_s
@@ -374,20 +382,21 @@ class Coordinator:
 
 def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     """Bring the players of the league's file into its state. Raises ConfigError, and errors of models that cannot be read."""
-    league = journal.directory
-    problems = []
-    for name, section in config.players.items():
-        known = journal.state.players.get(name)
-        if known is None:
-            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
-        elif (known.role, known.rating) != (PlayerRole(section.role), section.rating):
-            problems.append(
-                f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
-                f"{known.role.value} and {known.rating}."
-            )
+    league, known = journal.directory, journal.state.players
+    problems = [
+        f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
+        f"{known[name].role.value} and {known[name].rating}."
+        for name, section in config.players.items()
+        if name in known and (known[name].role, known[name].rating) != (PlayerRole(section.role), section.rating)
+    ]
     if problems:
         raise ConfigError("\n".join(problems), "Give the player another name, or the league another directory.")
+    for name, section in config.players.items():
+        if name not in known:
+            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+        elif known[name].retired:
+            say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
         if player.role.learns and player.name not in config.players and not player.retired:
             say(f"{player.name} is retired: it is not in the file of the league any more")
@@ -400,10 +409,12 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
 def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
     """Check that the runs of the training players can be continued with the settings of the file. Raises ConfigError."""
     for name in config.learners():
-        generation = journal.state.players[name].generation
-        directory = run_directory(journal.directory, name, generation)
+        player = journal.state.players.get(name)
+        if player is None:
+            continue
+        directory = run_directory(journal.directory, name, player.generation)
         if holds_run(directory):
-            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, generation))
+            resume_diff.resume_changes(directory, player_experiment(config, name, journal.directory, player.generation))
 
 
 def _is_ready(model: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 
 from ludus.league.events import PlayerQuarantined, ResultsReported, SourceClosed
 from ludus.league.journal import LeagueJournal
+from ludus.league.spool import apply_spool
 from ludus.sampling.league_files import RESULTS, PairReport, SpoolReader, SpoolReport, UnusableModel
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class ResultIngest:
 
     def _close_removed_sources(self) -> None:
         """Forget sources whose file was removed just before the coordinator was killed."""
+        apply_spool(self._journal)  # first: what it has counted before is refused by its source, which is forgotten below
         for source in self._journal.state.reports if self._directory.is_dir() else ():
             if not (self._directory / f"{source}.jsonl").exists():
                 self._journal.apply(SourceClosed(source))

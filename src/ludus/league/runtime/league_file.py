@@ -76,7 +76,9 @@ class PlayerSection(ConfigSection):
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
     rating: float | None = Field(
-        None, description="Fixed rating of a player to which the others are compared (Elo); null = rated by its results."
+        None,
+        allow_inf_nan=False,
+        description="Fixed rating of a player to which the others are compared (Elo); null = rated by its results.",
     )
 
     @model_validator(mode="after")

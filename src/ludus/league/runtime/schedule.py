@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import combinations
+from typing import Final
 
 from ludus.league.matchmaking import population
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
 from ludus.league.state import LeagueState
+
+NO_PLAYER: Final = "no player can train"
+"""Stop condition of a league whose training players are all retired or in quarantine."""
 
 
 def choose_learners(state: LeagueState, busy: Collection[str], free: int) -> list[str]:
@@ -34,7 +38,7 @@ def reached_stop(state: LeagueState, stop: LeagueStopSection, elapsed_s: float) 
     if is_out_of_time(stop, elapsed_s):
         return f"time_s {stop.time_s:g}"
     if not any(one.role.learns and one.available for one in state.players.values()):
-        return "no player can train"
+        return NO_PLAYER
     return None
 
 
