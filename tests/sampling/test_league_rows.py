@@ -47,7 +47,7 @@ class Duels(gym.vector.VectorEnv[Any, Any, Any]):
     """Teams of two. The team whose first action of a match is higher wins; match m lasts m + 3 steps."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - Gymnasium declares it so
-    result_names = ("win/past", "loss/past", "win/latest", "loss/latest", "past_version")
+    result_names: tuple[str, ...] = ("win/past", "loss/past", "win/latest", "loss/latest", "past_version")
     script_names = ("seven",)
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ def _check_two_sides(env: str, config: AlgorithmConfig) -> None:
             return
     raise ConfigError(
         f"config.self_play.opponents is league, and {env} has no side that players of a league can play.",
-        "Environments with several agents, the Arena and gamecore games have one; others use latest, past or mix.",
+        "Environments with several agents and vector environments with opponent rows, such as the Arena, have one.",
     )
 
 
