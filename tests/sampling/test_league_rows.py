@@ -193,7 +193,7 @@ def test_opponents_play_whole_matches_and_results_are_those_of_the_game(tmp_path
 
 def test_loaded_opponents_are_bounded_and_share_forward_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(league_opponents, "_KEPT", 10)
-    publish(tmp_path, *((f"p{n}", store(tmp_path, f"p{n}", n % ACTIONS), 1 / 30) for n in range(30)))
+    publish(tmp_path, *((f"p{n}", store(tmp_path, f"p{n}", n % ACTIONS), 1 / 14) for n in range(14)))
     env, learner = Duels(), Learner(5)
     environments = OpponentRows(VectorEnvironments("duels", env), env.opponent_rows, env.match_of_row)
     environments.reset(0)
@@ -208,14 +208,14 @@ def test_loaded_opponents_are_bounded_and_share_forward_passes(tmp_path: Path, m
 
     monkeypatch.setattr(Policy, "act", count)
     models = set[str | None]()
-    for _ in range(400):
+    for _ in range(80):
         acted.clear()
         player.play(seen, None, first)
         playing = {opponent.model for opponent in player._opponents}
         assert (len(acted), sum(acted)) == (len(playing), OWN)
         assert len(player._policies) <= 10
         models |= playing
-    assert len(models) == 30
+    assert len(models) == 14
     player.close()
 
 

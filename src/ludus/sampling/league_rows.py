@@ -110,6 +110,8 @@ class LeagueRowPlayer:
         self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
         own = MatchOpponent(LEAGUE, DEFAULT_MODEL)
         self._opponents: list[MatchOpponent] = [own] * rows
+        self._groups: list[tuple[str | None, Ints]] = [(DEFAULT_MODEL, np.arange(rows))]
+        """Rows that are played together: those of one policy, those with random actions (None), and all with scripts (RULE)."""
         self._action_space: gym.Space[Any] = environments.action_space
         self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
 
@@ -128,11 +130,7 @@ class LeagueRowPlayer:
             self._choose_opponents(first)
         self._steps += len(self._rows_of)
         copy_into(self._observation, observation[OWN] if self._central else observation)
-        rows_of: dict[str | None, list[int]] = {}
-        for row, opponent in enumerate(self._opponents):
-            model = opponent.model
-            rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
-        parts = [(rows, self._play_rows(model, np.array(rows), mask, first)) for model, rows in rows_of.items()]
+        parts = [(rows, self._play_rows(model, rows, mask, first)) for model, rows in self._groups]
         whole = map_tree(lambda x: np.empty((len(first), *x.shape[1:]), x.dtype), parts[0][1])
         for rows, action in parts:
             map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
@@ -155,6 +153,11 @@ class LeagueRowPlayer:
                 chosen = self._chooser.choose(self._random, in_use)
                 for row in rows.tolist():
                     self._opponents[row] = chosen
+        rows_of: dict[str | None, list[int]] = {}
+        for row, opponent in enumerate(self._opponents):
+            model = opponent.model
+            rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
+        self._groups = [(model, np.array(together)) for model, together in rows_of.items()]
 
     def _play_rows(self, model: str | None, rows: Ints, mask: Bools | None, first: Bools) -> Tree:
         if model is None:

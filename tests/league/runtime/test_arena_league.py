@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def test_a_league_trains_in_the_arena(tmp_path: Path, example: str, config: dict
     scripts = ("easy", "medium", "hard")
     assert all(payoff.record("main.1", script).games >= 4 for script in scripts)
     assert sum(payoff.record(name, script).games for name in ("main", "hunter") for script in scripts) > 0
+    if not config.get("num_workers", 1):  # workers sample ahead
+        runs = [path.read_text().splitlines()[-1] for path in tmp_path.glob("players/*/g*/metrics.jsonl")]
+        trained = sum(int(json.loads(line)["episodes"]) for line in runs)
+        snapshots = sum(one.role is PlayerRole.HISTORICAL for one in players.values())
+        assert result.state.results == trained + 4 * (3 + 3 * snapshots), "every match is counted once"
     # Matches of five steps are ended by their time: all are draws.
     assert all(payoff.record(a, b).wins == 0 for a in players for b in players if a != b)
 
