@@ -24,7 +24,7 @@ ROLES = ("main", "main_exploiter", "league_exploiter")
 
 
 def shrink(name: str, **config: Any) -> dict[str, Any]:
-    """An example of a league with the same players and parts, for a test: short matches, small batches and networks."""
+    """An example of a league with the same parts, for a test: short matches, small batches and networks."""
     data: dict[str, Any] = yaml.safe_load((EXAMPLES / name).read_text())
     rows = 12
     data["env_config"] |= {"max_episode_steps": 5}
@@ -53,13 +53,8 @@ def test_examples_are_valid(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("example", "config"),
-    [("arena-1v1.yaml", {"num_workers": 0, "sampling": "sync"}), ("arena-3v3.yaml", {})],
-    ids=["1v1 in one process", "3v3 with a worker"],
-)
-def test_a_league_trains_in_the_arena(tmp_path: Path, example: str, config: dict[str, Any]) -> None:
-    result = run(tmp_path, shrink(example, **config))
+def test_a_league_trains_in_the_arena(tmp_path: Path) -> None:
+    result = run(tmp_path, shrink("arena-1v1.yaml", num_workers=0, sampling="sync"))
     players, payoff = result.state.players, result.state.payoff
     assert result.stopped_by == "timesteps 384"
     assert not [one for one in players.values() if one.quarantine]
@@ -69,13 +64,23 @@ def test_a_league_trains_in_the_arena(tmp_path: Path, example: str, config: dict
     scripts = ("easy", "medium", "hard")
     assert all(payoff.record("main.1", script).games >= 4 for script in scripts)
     assert sum(payoff.record(name, script).games for name in ("main", "hunter") for script in scripts) > 0
-    if not config.get("num_workers", 1):  # workers sample ahead
-        runs = [path.read_text().splitlines()[-1] for path in tmp_path.glob("players/*/g*/metrics.jsonl")]
-        trained = sum(int(json.loads(line)["episodes"]) for line in runs)
-        snapshots = sum(one.role is PlayerRole.HISTORICAL for one in players.values())
-        assert result.state.results == trained + 4 * (3 + 3 * snapshots), "every match is counted once"
+    runs = [path.read_text().splitlines()[-1] for path in tmp_path.glob("players/*/g*/metrics.jsonl")]
+    trained = sum(int(json.loads(line)["episodes"]) for line in runs)
+    snapshots = sum(one.role is PlayerRole.HISTORICAL for one in players.values())
+    assert result.state.results == trained + 4 * (3 + 3 * snapshots), "every match is counted once"
     # Matches of five steps are ended by their time: all are draws.
     assert all(payoff.record(a, b).wins == 0 for a in players for b in players if a != b)
+
+
+@pytest.mark.system
+def test_teams_with_a_centralised_value_train_with_a_worker(tmp_path: Path) -> None:
+    data = shrink("arena-3v3.yaml")
+    data["players"] = {name: data["players"][name] for name in ("main", "easy", "hard")}
+    data |= {"turn_steps": 192, "stop": {"snapshots": 1}}
+    players, payoff = (result := run(tmp_path, data)).state.players, result.state.payoff
+    assert not [one for one in players.values() if one.quarantine]
+    assert [payoff.record("main.1", script).games for script in ("easy", "hard")] == [4, 4]
+    assert sum(payoff.record("main", script).games for script in ("easy", "hard")) >= 4
 
 
 def evaluate(league: Path, task: PairTask, env_config: dict[str, Any] | None = None) -> list[Any]:
