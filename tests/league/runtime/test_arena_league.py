@@ -103,15 +103,16 @@ def test_battles_of_scripts_are_counted_for_the_side_that_won(tmp_path: Path) ->
     assert (other.wins, other.draws, other.losses, other.gain) == (0, 0, 6, -6.0)
 
 
-def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["players/gone@3", "rule:nothing", "script:no_module:f"])
+def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path, model: str) -> None:
     spool = ResultSpool(tmp_path, "evaluation")
     pairs = ArenaPairs(tmp_path, {"mode": "3v3"}, spool)
     with pytest.raises(ModelUnusable):
-        pairs.play(PairTask("gone", "players/gone@3", "hard", "rule:hard", 2), 0, lambda: False)
+        pairs.play(PairTask("gone", model, "hard", "rule:hard", 2), 0, lambda: False)
     spool.close()
     (report,) = SpoolReader(spool.path).read()
     assert isinstance(report, UnusableModel)
-    assert (report.player, report.model) == ("gone", "players/gone@3")
+    assert (report.player, report.model) == ("gone", model)
 
 
 def test_battles_have_the_line_ups_of_training() -> None:

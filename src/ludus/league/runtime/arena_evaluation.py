@@ -44,10 +44,11 @@ class ArenaPairs:
 
     def __init__(self, league: Path, env_config: Mapping[str, Any], spool: ResultSpool) -> None:
         """`env_config`: keywords of the training environments. Raises ConfigError."""
+        from ludus.games.arena.bots.bots import BOTS
         from ludus.games.arena.engine.layout import TICKS_PER_SECOND
         from ludus.games.arena.env.seats import ArenaOptions, action_space, observation_space
 
-        self._league, self._spool = league, spool
+        self._league, self._spool, self._scripts = league, spool, BOTS
         known = {one.name for one in fields(ArenaOptions)} - {"opponent"}
         self._options = ArenaOptions(**{key: value for key, value in env_config.items() if key in known})
         self._seconds = max(1, round(self._options.limit() / TICKS_PER_SECOND))
@@ -78,10 +79,10 @@ class ArenaPairs:
             battle(a, b, settings, on_result=count)
 
     def _load(self, model: str, give_up: Callable[[str], None]) -> Contestant:
-        if model.startswith(RULE):
+        if model.startswith(RULE) and model.removeprefix(RULE) in self._scripts:
             return ScriptedContestant(model.removeprefix(RULE))
         policy = load_league_policy(self._league, model, self._like, give_up)
-        assert policy is not None  # only for rule:random
+        assert policy is not None  # rule:random is a script here
         return TrainedContestant(model, policy)
 
 
