@@ -69,6 +69,14 @@ def test_opponents_from_the_past_are_played_while_it_is_measured() -> None:
     assert cost.sample_s > 0
 
 
+def test_matches_of_a_league_that_are_only_measured_are_not_reported(tmp_path: Path) -> None:
+    self_play = {"opponents": "league", "league": str(tmp_path), "player": "main"}
+    env_config = {"mode": "1v1", "max_episode_steps": 2}
+    keywords = {"self_play": self_play, "env_config": env_config, "num_envs_per_worker": 2, "train_batch_size": 64}
+    measure("ludus.games.arena.env.gym_env:ArenaVectorEnv", PPO, parse_algorithm_config(PPOConfig, keywords))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("env", "settings"),
     [

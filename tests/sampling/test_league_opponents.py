@@ -106,7 +106,7 @@ class Chooser:
         self.now, self.steps, self.versions = 0.0, 0, Versions()
         self.policies = _Policies()
         self.chooser = LeagueOpponents(
-            league, "main", self.policies, "m", self.versions.policy, lambda: self.steps, period=period, clock=lambda: self.now  # type: ignore[arg-type]
+            league, "main", self.policies, "m", self.versions.policy, lambda: self.steps, period=period, clock=lambda: self.now
         )  # fmt: skip
         self.random = np.random.default_rng(0)
 

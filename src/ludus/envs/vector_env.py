@@ -242,10 +242,10 @@ def make_as_trained(
 
 def _only_training(name: str) -> tuple[str, ...]:
     """Keywords of an environment that apply to training only."""
-    return tuple(getattr(_vector_maker(name), "only_training", ()))
+    return tuple(getattr(vector_maker(name), "only_training", ()))
 
 
-def _vector_maker(name: str) -> Any:
+def vector_maker(name: str) -> Any:
     """Return the class or function that makes the vector environment; None: there is none."""
     made_by: Any = factory_of(name)
     if made_by is None:
@@ -261,7 +261,7 @@ def training_env_config(name: str, env_config: Mapping[str, Any], self_play: Sel
     """
     if self_play.opponents is None:
         return dict(env_config)
-    keywords: Mapping[str, Any] = getattr(_vector_maker(name), "self_play_keywords", {})
+    keywords: Mapping[str, Any] = getattr(vector_maker(name), "self_play_keywords", {})
     if self_play.sides is not None:
         raise ConfigError(f"config.self_play.sides is {self_play.sides}, and {name} has two sides of its own.", "Leave it out.")
     if not self_play.swap_sides and "side" not in keywords:
@@ -273,6 +273,20 @@ def training_env_config(name: str, env_config: Mapping[str, Any], self_play: Sel
                 f"Leave one of them out: with opponents, self_play decides about the {key} of every match.",
             )
     return {**env_config, **keywords, **({} if self_play.swap_sides else {"side": 0})}
+
+
+def has_opponent_rows(
+    name: str, num: int, env_config: Mapping[str, Any], preprocess: PreprocessConfig, wrappers: WrapperList
+) -> bool:
+    """Whether another player than the learner can play one side of every match. May make the environment. Raises like `row_info`."""
+    if getattr(vector_maker(name), "self_play_keywords", None):
+        return True
+    return row_info(name, num, env_config, preprocess=preprocess, wrappers=wrappers).has_opponents
+
+
+def script_names(name: str) -> tuple[str, ...]:
+    """Scripts of an environment that can play its opponent rows. Raises UnknownName, MissingExtra."""
+    return tuple(getattr(vector_maker(name), "script_names", ()))
 
 
 class _EnvBuilder:
@@ -510,6 +524,17 @@ class VectorEnvironments(_RestartingEnvironments):
     def progress(self, timesteps: int) -> None:
         self._timesteps = timesteps
         _set_timesteps(self._env, timesteps)
+
+    @property
+    def script_names(self) -> tuple[str, ...]:
+        """Scripts of the environment that can play rows."""
+        return tuple(getattr(self._env.unwrapped, "script_names", ()))
+
+    def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Tree:
+        """Return the actions of scripts in these rows now. Raises EnvironmentFault."""
+        env: Any = self._env.unwrapped
+        with environment_errors(self.name, "script_actions", self._steps):
+            return env.script_actions(rows, scripts)
 
     def _results(self, infos: Mapping[str, Any]) -> Floats:
         """Read Gymnasium's vector infos: values, and under `_name` a mask of the rows that have one. NaN counts as absent."""

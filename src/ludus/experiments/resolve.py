@@ -11,7 +11,7 @@ from ludus.algorithms.base import Algorithm
 from ludus.config.schema import EMBEDDED, EXTERNAL, AlgorithmConfig, ExperimentConfig, StopConfig
 from ludus.config.validation import check_experiment, dump_config, parse_algorithm_config, parse_external_config
 from ludus.envs.legacy_names import current_name
-from ludus.envs.vector_env import check_exists, reward_threshold
+from ludus.envs.vector_env import check_exists, has_opponent_rows, reward_threshold, training_env_config
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.validation import validate
 from ludus.experiments.validation.validate import ParsedExperiment
@@ -101,22 +101,30 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
                 f"memory is {experiment.memory}, and the agents have several policies: {', '.join(config.multiagent.names())}.",
                 "A fleet trains one policy: use one for all agents, or num_workers with memory: embedded.",
             )
-    elif config.self_play.opponents == "league":
-        raise ConfigError(
-            f"config.self_play.opponents is league; players of a league meet in environments with several agents, and {experiment.env} "
-            "is not one.",
-            "Use latest, past or mix.",
-        )
     elif config.multiagent is not None:
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
         )
+    if config.self_play.opponents == "league" and not multi_agent:
+        _check_two_sides(experiment.env, config)
     stop, config = resolve_iterations(experiment.stop, config)
     if not stop.model_dump(exclude_none=True):
         solved = None if external or multi_agent else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
     experiment = experiment.model_copy(update={"stop": stop, "config": dump_config(config)})
     return ResolvedExperiment(experiment, algorithm, config, cluster)
+
+
+def _check_two_sides(env: str, config: AlgorithmConfig) -> None:
+    """Raises ConfigError unless a player of a league can play the other side of the matches of this environment."""
+    if env != EXTERNAL:
+        env_config = training_env_config(env, config.env_config, config.self_play)
+        if has_opponent_rows(env, config.num_envs_per_worker, env_config, config.preprocess, config.wrappers):
+            return
+    raise ConfigError(
+        f"config.self_play.opponents is league, and {env} has no side that players of a league can play.",
+        "Environments with several agents and vector environments with opponent rows, such as the Arena, have one.",
+    )
 
 
 def _with_fleet_worker(parsed: ParsedExperiment) -> ParsedExperiment:

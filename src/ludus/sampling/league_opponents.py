@@ -9,19 +9,20 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from ludus.errors import LudusError
 from ludus.models.centralized_critic import actor_policy
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.sampling.league_files import LeagueOpponent, MatchmakingWatch, ResultSpool
 from ludus.sampling.league_policies import load_league_policy
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent import FinishedMatch, PolicySet
+from ludus.sampling.multi_agent import FinishedMatch
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,13 @@ _POLL_S: Final = 1.0
 _REPORT_S: Final = 1.0
 
 
+class FixedPolicies(Protocol):
+    """Where loaded policies are kept, such as a PolicySet."""
+
+    def add_fixed(self, model: str, policy: ActingPolicy) -> None: ...
+    def remove(self, model: str) -> None: ...
+
+
 class LeagueOpponents:
     """Chooses the opponents of one training player. Implements OpponentChooser. Close it at the end: that reports the last results."""
 
@@ -40,17 +48,22 @@ class LeagueOpponents:
         self,
         league: Path,
         player: str,
-        policies: PolicySet,
+        policies: FixedPolicies,
         own_model: str,
         like: Policy,
         steps: Callable[[], int],
         *,
+        scripts: Collection[str] = (),
         period: int = 2_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own_model`: the model that learns. `like`: its policy. `steps`: environment steps of this process so far."""
+        """`own_model`: the model that learns. `like`: its policy. `steps`: environment steps of this process so far.
+
+        `scripts`: models that the environment plays itself. They are not loaded, and a match has their name as its model.
+        """
         self._league, self._player, self._own_model, self._like = league, player, own_model, actor_policy(like)
         self._policies, self._steps, self._period, self._clock = policies, steps, period, clock
+        self._scripts = frozenset(scripts)
         self._watch = MatchmakingWatch(league, player)
         self._watch.update()
         self._generation = 0 if self._watch.current is None else self._watch.current.generation
@@ -71,9 +84,13 @@ class LeagueOpponents:
             if self._watch.update():
                 self._drop_outdated_slots()
         opponent = self._draw_slot(random, in_use)
-        policy = self._own_model if opponent is None or opponent.name == self._player else self._loaded[opponent.model]
         name = self._player if opponent is None else opponent.name
-        return MatchOpponent(LEAGUE, policy, functools.partial(self._finish, name))
+        return MatchOpponent(LEAGUE, self._policy_of(opponent), functools.partial(self._finish, name))
+
+    def _policy_of(self, opponent: LeagueOpponent | None) -> str | None:
+        if opponent is None or opponent.name == self._player:
+            return self._own_model
+        return opponent.model if opponent.model in self._scripts else self._loaded[opponent.model]
 
     def _finish(self, opponent: str, match: FinishedMatch) -> None:
         self._spool.add(self._player, opponent, self._generation, match.score, match.gain)
@@ -108,7 +125,7 @@ class LeagueOpponents:
         return usable[int(random.choice(len(usable), p=weights / weights.sum()))]
 
     def _load(self, opponent: LeagueOpponent, in_use: frozenset[str]) -> bool:
-        if opponent.name == self._player:
+        if opponent.name == self._player or opponent.model in self._scripts:
             return True
         if opponent.model in self._loaded:
             self._loaded[opponent.model] = self._loaded.pop(opponent.model)  # now the most recently used one

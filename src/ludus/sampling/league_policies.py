@@ -15,7 +15,7 @@ from ludus.core import spaces
 from ludus.core.plugins import import_object
 from ludus.core.tree import Array, Tree, leaves, map_tree, stack
 from ludus.envs.pettingzoo import sample_action
-from ludus.errors import Damaged, IncompatibleCheckpoint
+from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.models.policy import BatchDecision
@@ -24,6 +24,8 @@ from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+RULE: Final = "rule:"
+"""Prefix of a script of the environment."""
 RANDOM_RULE: Final = "rule:random"
 SCRIPT: Final = "script:"
 
@@ -54,6 +56,10 @@ def load_league_policy(
     if model.startswith(SCRIPT):
         function = import_object(model.removeprefix(SCRIPT), "player", lambda target, project: callable(target))
         return ScriptedPolicy(function, like, on_failure)
+    if model.startswith(RULE):
+        raise UnknownName(
+            f"The environment has no script {model.removeprefix(RULE)!r}.", f"Use {RANDOM_RULE}, or {SCRIPT}module:function."
+        )
     run, _, version = model.rpartition("@")
     if not run or not version.isdecimal():
         raise IncompatibleCheckpoint(

@@ -199,6 +199,12 @@ class OpponentPlayer:
             map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
         return whole
 
+    def finish(self, row: int, score: float) -> None:
+        """Results do not change who is drawn."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
     def _draw_opponents(self, first: Bools) -> None:
         for rows in self._rows_of:
             if first[rows[0]]:  # the rows of a match begin together
@@ -246,12 +252,17 @@ class RecordedSource:
 def with_past_opponents(
     environments: Environments, source: PolicySource, settings: SelfPlayConfig, seed: int, run: Path | None = None
 ) -> PolicySource:
-    """Return the policy source for a sampler; if the environments have opponent rows, versions of the policy play them from now on.
+    """Return the policy source for a sampler; if the environments have opponent rows, versions of the policy or players of a league
+    play them from now on.
 
     `run`: directory of the run, which may have stored versions.
     """
     if not isinstance(environments, OpponentRows):
         return source
+    if settings.opponents == "league":
+        from ludus.sampling.league_rows import with_league_opponents  # imports this module
+
+        return with_league_opponents(environments, source, settings, seed)
     history = PolicyHistory(settings)
     recorded = RecordedSource(source, history)
     if run is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium as gym
@@ -22,7 +22,7 @@ class RowPlayer(Protocol):
 
     @property
     def versions(self) -> Ints:
-        """By row: the version that plays it."""
+        """By row: the version of the learner that plays it; -1: another player does."""
         ...
 
     @property
@@ -32,6 +32,14 @@ class RowPlayer(Protocol):
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
         """Return actions as the environment takes them; `first`: rows whose episode starts."""
+        ...
+
+    def finish(self, row: int, score: float) -> None:
+        """The match of an opponent row is over. `score` of the learning side: 1 won, 0.5 drawn, 0 lost."""
+        ...
+
+    def close(self) -> None:
+        """No match will follow."""
         ...
 
 
@@ -64,6 +72,7 @@ class OpponentRows:
         names = inner.results
         against_latest = {name: name.removesuffix(PAST) + LATEST for name in names if name.endswith(f"/{PAST}")}
         self._columns_of_latest = [(names.index(a), names.index(b)) for a, b in against_latest.items() if b in names]
+        self._outcome_columns = tuple(names.index(name) if name in names else -1 for name in (f"win/{PAST}", f"loss/{PAST}"))
         self._opponent_observations: Observations | None = None
         self._first: Bools = np.ones(int(opponent_rows.sum()), np.bool_)
         self._over: Bools = np.zeros_like(self._first)
@@ -79,6 +88,21 @@ class OpponentRows:
     @property
     def results(self) -> tuple[str, ...]:
         return self._inner.results
+
+    @property
+    def reports_outcomes(self) -> bool:
+        """Whether the environment reports who has won, so that `RowPlayer.finish` is called."""
+        return min(self._outcome_columns) >= 0
+
+    @property
+    def script_names(self) -> tuple[str, ...]:
+        """Scripts of the environment that can play opponent rows."""
+        return tuple(getattr(self._inner, "script_names", ()))
+
+    def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Tree:
+        """Return the actions of scripts in these opponent rows now. `scripts`: a name by row."""
+        inner: Any = self._inner
+        return inner.script_actions(np.flatnonzero(self._opponent_rows)[rows], scripts)
 
     @property
     def beat(self) -> Callable[[], None]:
@@ -104,6 +128,8 @@ class OpponentRows:
             self._first = self._first | outcome.lost[theirs]
         self._opponent_observations = _select_rows(outcome.observations, theirs)
         own = self._own_rows
+        if outcome.results is not None:
+            self._report_outcomes(outcome.results[own])
         kept = type(outcome)(
             _select_rows(outcome.observations, own),
             outcome.reward[own],
@@ -123,6 +149,15 @@ class OpponentRows:
             )
         return self.player.play(self._opponent_observations.observation, self._opponent_observations.mask, self._first)
 
+    def _report_outcomes(self, results: Floats) -> None:
+        """Tell the player the outcomes of finished matches. In every match one own row reports."""
+        assert self.player is not None
+        if not self.reports_outcomes:
+            return
+        won, lost = (results[:, column] for column in self._outcome_columns)
+        for row in np.flatnonzero((won[:, 1] > 0) & (self._opponent_of >= 0)).tolist():
+            self.player.finish(int(self._opponent_of[row]), 0.5 + 0.5 * float(won[row, 0] - lost[row, 0]))
+
     def _results_by_opponent(self, results: Floats) -> Floats:
         """Add the versions of the opponents, and move results against the newest version to their own columns."""
         assert self.player is not None
@@ -133,8 +168,9 @@ class OpponentRows:
             results[latest, past] = 0
         if PAST_VERSION in self.results:
             version = results[:, self.results.index(PAST_VERSION)]
-            version[latest] = 0
-            version[:, 0] = version[:, 1] * np.where(opposed, self.player.versions[self._opponent_of], 0)
+            played_by = np.where(opposed, self.player.versions[self._opponent_of], 0)
+            version[latest | (played_by < 0)] = 0
+            version[:, 0] = version[:, 1] * played_by
         return results
 
     def _merge_rows(self, own: Array, theirs: Array) -> Array:
@@ -146,6 +182,8 @@ class OpponentRows:
         self._inner.progress(timesteps)
 
     def close(self) -> None:
+        if self.player is not None:
+            self.player.close()
         self._inner.close()
 
 

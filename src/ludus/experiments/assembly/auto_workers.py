@@ -162,7 +162,10 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> St
 
 def _measure_blocks(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> StepCost:
     memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
-    facing = with_past_opponents(environments, _Fixed(policy), config.self_play, config.seed)
+    self_play = config.self_play
+    if self_play.opponents == "league":  # its results must not count
+        self_play = SelfPlayConfig(opponents="latest")
+    facing = with_past_opponents(environments, _Fixed(policy), self_play, config.seed)
     sampler = Sampler(environments, facing, memory, config.seed)
     sampler.step()
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)

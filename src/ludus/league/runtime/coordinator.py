@@ -33,17 +33,17 @@ from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
-from ludus.league.runtime.evaluation import PairTask
 from ludus.league.runtime.ingest import ResultIngest
 from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
 from ludus.league.runtime.learner import is_claimed
+from ludus.league.runtime.pair_task import PairTask
 from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
 from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
 from ludus.league.spool import apply_spool
 from ludus.league.state import LeagueState, propose_snapshot
 from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
-from ludus.sampling.league_policies import RANDOM_RULE, SCRIPT
+from ludus.sampling.league_policies import RULE, SCRIPT
 
 log = logging.getLogger(__name__)
 
@@ -419,7 +419,7 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
 
 def _is_ready(model: str) -> bool:
     """Whether samplers can load the model as it is."""
-    return model == RANDOM_RULE or model.startswith((SCRIPT, f"{PLAYERS}/"))
+    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/"))
 
 
 def _import_model(league: Path, name: str, model: str) -> str:

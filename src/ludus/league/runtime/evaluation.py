@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import logging
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import gymnasium as gym
 import torch
 
-from ludus.errors import LudusError
 from ludus.experiments.assembly.match_evaluation import make_match
 from ludus.experiments.resolve import ResolvedExperiment
+from ludus.experiments.validation.validate import is_multi_agent
+from ludus.league.runtime.arena_evaluation import ArenaPairs
 from ludus.league.runtime.league_file import EVALUATION
+from ludus.league.runtime.pair_task import ModelUnusable, PairTask, PolicySpaces, load_players
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import load_league_policy
 from ludus.sampling.multi_agent import EnvCopies, FinishedMatch, MatchBatch, PolicySet, Seating
 
-log = logging.getLogger(__name__)
-
 _ROWS: Final = 32
 """Matches that are played at the same time."""
 _OWN, _OTHER = "own", "other"
-
-
-@dataclass(frozen=True)
-class PairTask:
-    """Matches to play between two players. Models as in matchmaking."""
-
-    player: str
-    model: str
-    opponent: str
-    opponent_model: str
-    matches: int
-
-
-@dataclass(frozen=True)
-class _Spaces:
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
 
 
 def play_pairs(
@@ -54,40 +34,49 @@ def play_pairs(
     `resolved`: the experiment of a training player, for environment and sides.
     """
     env, config = resolved.experiment.env, resolved.config
-    rows = max(1, min(_ROWS, max((task.matches for task in tasks), default=1)))
-    copies = EnvCopies(lambda: make_match(env, config), rows, forgiving=config.restart_failed_sub_environments)
-    spool = ResultSpool(league, EVALUATION)
-    try:
-        agents = copies[0].agents
-        first = next(iter(agents.values()))
-        like = _Spaces(first.observation, first.action)
-        sides = [tuple(side) for side in config.self_play.sides or [[agent] for agent in agents]]
-        limit = episode_step_limit(env)
+    with contextlib.closing(ResultSpool(league, EVALUATION)) as spool, contextlib.ExitStack() as stack:
+        pairs: ArenaPairs | EnvPairs
+        if is_multi_agent(env, config.model_dump()):
+            pairs = stack.enter_context(EnvPairs(league, resolved, max((task.matches for task in tasks), default=1), spool))
+        else:
+            pairs = ArenaPairs(league, config.env_config, spool)
         for number, task in enumerate(tasks):
-            try:
-                policies = _load(league, task, like, spool)
-            except (LudusError, OSError):
-                continue
-            _play(copies, sides, policies, task, spool, (seed + number) % (1 << 31), limit, interrupted)
+            with contextlib.suppress(ModelUnusable):
+                pairs.play(task, (seed + number) % (1 << 31), interrupted)
             spool.flush()
             if interrupted():
                 return
-    finally:
-        spool.close()
-        copies.close()
 
 
-def _load(league: Path, task: PairTask, like: _Spaces, spool: ResultSpool) -> dict[str, ActingPolicy | None]:
-    found = {}
-    for seat, player, model in ((_OWN, task.player, task.model), (_OTHER, task.opponent, task.opponent_model)):
-        give_up = functools.partial(spool.report_unusable, player, model)
-        try:
-            found[seat] = load_league_policy(league, model, like, give_up)
-        except (LudusError, OSError) as error:
-            log.warning("the player %s cannot be evaluated: %s", player, error)
-            give_up(str(error))
-            raise
-    return found
+class EnvPairs:
+    """Plays pairs of players in an environment with several agents. A context manager."""
+
+    def __init__(self, league: Path, resolved: ResolvedExperiment, matches: int, spool: ResultSpool) -> None:
+        """`matches`: most matches of a pair."""
+        env, config = resolved.experiment.env, resolved.config
+        self._league, self._spool = league, spool
+        self._copies = EnvCopies(
+            lambda: make_match(env, config), max(1, min(_ROWS, matches)), forgiving=config.restart_failed_sub_environments
+        )
+        agents = self._copies[0].agents
+        first = next(iter(agents.values()))
+        self._like = PolicySpaces(first.observation, first.action)
+        self._sides = [tuple(side) for side in config.self_play.sides or [[agent] for agent in agents]]
+        self._max_steps = episode_step_limit(env)
+
+    def __enter__(self) -> EnvPairs:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._copies.close()
+
+    def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
+        """Play the matches of a task and report their results. Raises ModelUnusable."""
+        own, other = load_players(
+            task, lambda model, give_up: load_league_policy(self._league, model, self._like, give_up), self._spool
+        )
+        policies = {_OWN: own, _OTHER: other}
+        _play(self._copies, self._sides, policies, task, self._spool, seed, self._max_steps, interrupted)
 
 
 def _play(

@@ -12,8 +12,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
+from ludus.config.schema import PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
+from ludus.core.plugins import did_you_mean
+from ludus.envs.vector_env import has_opponent_rows, script_names
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.resolve import ResolvedExperiment, resolve
 from ludus.experiments.validation import validate
@@ -22,7 +25,9 @@ from ludus.io.yaml_documents import key_lines, parse_yaml, read_text
 from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSettings
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
+from ludus.league.runtime.arena_evaluation import is_arena
 from ludus.league.state import LeagueSettings, SnapshotRule
+from ludus.sampling.league_policies import RULE
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
@@ -36,6 +41,8 @@ _RESET: Final[Mapping[PlayerRole, float]] = {
     PlayerRole.LEAGUE_EXPLOITER: 0.25,
 }
 _KEPT_CHECKPOINTS: Final = 3
+_FEW_ROWS: Final = 12
+"""Of an environment that is made to find out whether it has opponents."""
 
 
 def _check_player_name(name: str) -> str:
@@ -71,8 +78,8 @@ class PlayerSection(ConfigSection):
     model: str | None = Field(
         None,
         min_length=1,
-        description="Fixed player: rule:random, script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: "
-        "run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
+        description="Fixed player: rule:random, another script of the environment (in the Arena rule:easy, rule:medium, rule:hard …), "
+        "script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
     rating: float | None = Field(
@@ -181,7 +188,9 @@ class LeagueConfig(ConfigSection):
     """A league."""
 
     name: ExperimentName = Field("league", description="Name of the league, the directory below leagues/.")
-    env: str = Field(description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, module:function.")
+    env: str = Field(
+        description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, ludus/Arena-1v1-v0, module:function."
+    )
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
     run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
     config: dict[str, Any] = Field(default_factory=dict, description="Settings of the algorithm, as in an experiment file.")
@@ -292,7 +301,7 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     problems: dict[ConfigProblem, None] = {}
     for name in config.learners():
         data = player_experiment(config, name, league)
-        found = _check_sides(config) or validate.validate_experiment(data)
+        found = _check_env(config) or validate.validate_experiment(data)
         if not found:
             try:
                 resolved[name] = resolve(data)
@@ -306,13 +315,31 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     return resolved
 
 
-def _check_sides(config: LeagueConfig) -> list[ConfigProblem]:
+def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
+    """Problems of the environment: it needs two sides, and the scripts that are players."""
+    rows = config.config.get("num_envs_per_worker")
+    num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
     try:
         several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
+        two_sides = several or has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
+        scripts = () if several else script_names(config.env)
+        evaluates = several or is_arena(config.env)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
-    sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
-    return [] if several else [ConfigProblem(sentence, "env")]
+    if not two_sides:
+        sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
+        return [ConfigProblem(sentence, "env")]
+    problems, known = [], ["random", *scripts]
+    for name, player in config.players.items():
+        script = (player.model or "").removeprefix(RULE)
+        if (player.model or "").startswith(RULE) and script not in known:
+            path = f"{PLAYERS}.{name}.model"
+            sentence = f"{path} is {player.model}; {config.env} has no such script. {did_you_mean(script, known)}"
+            problems.append(ConfigProblem(sentence, path))
+    if config.evaluated_pairs != "none" and not evaluates:
+        sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
+        problems.append(ConfigProblem(sentence, "evaluation.pairs"))
+    return problems
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:

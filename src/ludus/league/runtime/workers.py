@@ -15,9 +15,10 @@ from ludus.experiments.control.restart_policy import LearnerFailure
 from ludus.experiments.resolve import resolve
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
-from ludus.league.runtime.evaluation import PairTask, play_pairs
+from ludus.league.runtime.evaluation import play_pairs
 from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, player_experiment, read_league
 from ludus.league.runtime.learner import train_player
+from ludus.league.runtime.pair_task import PairTask
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, Supervisor
 

@@ -51,6 +51,8 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
     """Options that evaluations ignore."""
     self_play_keywords: Final[Mapping[str, Any]] = {"opponent": PAST, "side": RANDOM}
     """Options of training with `self_play.opponents`."""
+    script_names: Final = BOTS
+    """Bots that can play rows by `script_actions`."""
 
     def __init__(
         self,
@@ -116,6 +118,10 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         if len(over):
             self.seats.begin(over)
         return self.seats.observe(), reward, terminated, truncated, infos
+
+    def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Actions:
+        """Return what bots would do now in these rows, [len(rows), 4]. `scripts`: a name of `script_names` by row."""
+        return self.seats.bot_actions(rows, [BOTS.index(name) for name in scripts])
 
     def set_timesteps(self, timesteps: int) -> None:
         """Set the timesteps of training, for reward schedules."""

@@ -301,6 +301,14 @@ class Seats:
         fallen = (self.arena.units[:, layout.ALIVE][:, self._bases] == 0).any(axis=1)
         return reward, (ended & fallen)[self.match_of], (ended & ~fallen)[self.match_of]
 
+    def bot_actions(self, rows: Ints, bots: Sequence[int]) -> Ints32:
+        """Return the actions of bots in these rows now, [len(rows), 4]. `bots`: an index in BOTS by row."""
+        places = self.match_of[rows], self.hero_of[rows]
+        who: npt.NDArray[np.int8] = np.full((self.arena.matches, self.arena.heroes), -1, np.int8)
+        who[places] = bots
+        actions: Ints32 = self.arena.bot_actions(who)[places]
+        return actions
+
     def over(self) -> Ints:
         """Indices of finished matches."""
         return np.flatnonzero(self._was_over)

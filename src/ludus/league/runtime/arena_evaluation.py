@@ -1,0 +1,96 @@
+"""Matches of the Arena between players that do not learn: battles, with the heroes and time limits of training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ludus.core import spaces
+from ludus.envs.vector_env import vector_maker
+from ludus.errors import MissingExtra
+from ludus.league.runtime.pair_task import PairTask, PolicySpaces, load_players
+from ludus.sampling.league_files import ResultSpool
+from ludus.sampling.league_policies import RULE, load_league_policy
+from ludus.tournament.battle import battle
+from ludus.tournament.contestants import Contestant, ScriptedContestant, TrainedContestant
+from ludus.tournament.result import MatchResult
+from ludus.tournament.settings import BattleSettings, Heroes
+
+if TYPE_CHECKING:
+    from ludus.games.arena.env.seats import ArenaOptions
+
+
+class _Stopped(Exception):
+    """The evaluation was asked to end."""
+
+
+def is_arena(env: str) -> bool:
+    """Whether the environment is the vector environment of the Arena. Raises UnknownName."""
+    maker = vector_maker(env)
+    try:
+        from ludus.games.arena.env.gym_env import ArenaVectorEnv
+    except MissingExtra:
+        return False
+    return isinstance(maker, type) and issubclass(maker, ArenaVectorEnv)
+
+
+class ArenaPairs:
+    """Plays pairs of players in the Arena."""
+
+    def __init__(self, league: Path, env_config: Mapping[str, Any], spool: ResultSpool) -> None:
+        """`env_config`: keywords of the training environments. Raises ConfigError."""
+        from ludus.games.arena.bots.bots import BOTS
+        from ludus.games.arena.engine.layout import TICKS_PER_SECOND
+        from ludus.games.arena.env.seats import ArenaOptions, action_space, observation_space
+
+        self._league, self._spool, self._scripts = league, spool, BOTS
+        known = {one.name for one in fields(ArenaOptions)} - {"opponent"}
+        self._options = ArenaOptions(**{key: value for key, value in env_config.items() if key in known})
+        self._seconds = max(1, round(self._options.limit() / TICKS_PER_SECOND))
+        size = self._options.size
+        self._like = PolicySpaces(spaces.split_mask(observation_space(size))[0], action_space(size))
+
+    def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
+        """Play the matches of a task, from both sides in turn, and report their results. Raises ModelUnusable."""
+        a, b = load_players(task, self._load, self._spool)
+        settings = BattleSettings(
+            games=task.matches,
+            mode=f"{self._options.size}v{self._options.size}",
+            lineups=draw_lineups(self._options, task.matches, seed),
+            every=self._options.every,
+            seconds=self._seconds,
+            seed=seed,
+            deterministic=False,
+        )
+
+        def count(result: MatchResult) -> None:
+            if not result.failed:
+                gain = {None: 0.0, "a": 1.0, "b": -1.0}[result.winner]
+                self._spool.add(task.player, task.opponent, 0, 0.5 + 0.5 * gain, gain)
+            if interrupted():
+                raise _Stopped
+
+        with contextlib.suppress(_Stopped):
+            battle(a, b, settings, on_result=count)
+
+    def _load(self, model: str, give_up: Callable[[str], None]) -> Contestant:
+        if model.startswith(RULE) and model.removeprefix(RULE) in self._scripts:
+            return ScriptedContestant(model.removeprefix(RULE))
+        policy = load_league_policy(self._league, model, self._like, give_up)
+        assert policy is not None  # rule:random is a script here
+        return TrainedContestant(model, policy)
+
+
+def draw_lineups(options: ArenaOptions, matches: int, seed: int) -> tuple[Heroes, ...] | None:
+    """Line-ups for so many matches, drawn as in training; None: the default one."""
+    if options.lineup is None:
+        return None
+    lineups, random = options.lineups(), np.random.default_rng(seed)
+    lineups.begin(seed)
+    found = [lineups.next(random, lambda generator: int(generator.integers(lineups.choices)))[1] for _ in range(matches)]
+    return tuple(lineup for lineup in found if lineup is not None) or None

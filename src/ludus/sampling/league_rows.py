@@ -1,0 +1,191 @@
+"""Players of a league play the opponent rows of vector environments, such as the other camp of the Arena.
+
+Every match has one opponent from its first step to its last. A step costs one forward pass per opponent that plays, and one call of the
+environment for all rows that its own scripts play.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from ludus.config.schema import SelfPlayConfig
+from ludus.core import spaces
+from ludus.core.tree import Array, Tree, copy_into, map_tree, stack
+from ludus.core.types import DEFAULT_MODEL, Bools, Ints
+from ludus.envs.opponents.opponent_rows import OpponentRows
+from ludus.envs.pettingzoo import sample_action
+from ludus.errors import ConfigError
+from ludus.models.centralized_critic import OWN, CentralNetwork, actor_policy
+from ludus.models.inference.batched_policy import ActingPolicy
+from ludus.models.policy import Policy
+from ludus.models.weights.version_store import PolicySource
+from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents
+from ludus.sampling.league_policies import RULE
+from ludus.sampling.match_opponents import MatchOpponent
+from ludus.sampling.multi_agent import FinishedMatch, Seating
+
+_LEARNING, _OPPONENT = "learning", "opponent"
+_SIDES: Final = Seating({}, frozenset({_LEARNING}), LEAGUE)
+
+
+class FollowedSource:
+    """A policy source that remembers what it returned last, which is what the sampler plays with now."""
+
+    def __init__(self, source: PolicySource) -> None:
+        self._source = source
+        self.policy, self.version = source.newest()
+
+    def newest(self) -> tuple[Policy, int]:
+        self.policy, self.version = self._source.newest()
+        return self.policy, self.version
+
+
+class _RowPolicies:
+    """Loaded policies with the recurrent states of all rows. Implements FixedPolicies."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._policies: dict[str, ActingPolicy] = {}
+        self._states: dict[str, tuple[Array, ...]] = {}
+
+    def add_fixed(self, model: str, policy: ActingPolicy) -> None:
+        if isinstance(policy, Policy):
+            with torch.inference_mode():
+                policy.network.freeze(values=False)  # never thawed: the weights stay as they are
+        self._policies[model] = policy
+
+    def remove(self, model: str) -> None:
+        del self._policies[model]
+        self._states.pop(model, None)
+
+    def __len__(self) -> int:
+        return len(self._policies)
+
+    def __getitem__(self, model: str) -> ActingPolicy:
+        return self._policies[model]
+
+    def states(self, model: str, policy: ActingPolicy) -> tuple[Array, ...]:
+        """[rows, …] of a model; only rows that it plays have a meaning."""
+        if model not in self._states:
+            self._states[model] = tuple(spec.zeros(self._rows) for spec in policy.state_spec()) if policy.recurrent else ()
+        return self._states[model]
+
+
+class LeagueRowPlayer:
+    """Plays opponent rows with the opponents that a league chooses, and reports results to it. Implements RowPlayer."""
+
+    def __init__(self, environments: OpponentRows, source: FollowedSource, settings: SelfPlayConfig, seed: int) -> None:
+        """`source`: the one that the sampler uses. Raises ConfigError, OSError."""
+        assert settings.league is not None
+        assert settings.player is not None
+        if not environments.reports_outcomes:
+            raise ConfigError(
+                f"config.self_play.opponents is league, and {environments.name} does not report who has won.",
+                "Add win/past and loss/past to the result_names of the environment.",
+            )
+        self._environments, self._source = environments, source
+        self._newest: tuple[Policy, Policy] = source.policy, actor_policy(source.policy)
+        self._central = isinstance(source.policy.network, CentralNetwork)
+        match_of_row = environments.match_of_opponent
+        self._rows_of = [np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())]
+        rows = len(match_of_row)
+        self._policies = _RowPolicies(rows)
+        self._steps = 0
+        self._chooser = LeagueOpponents(
+            Path(settings.league),
+            settings.player,
+            self._policies,
+            DEFAULT_MODEL,
+            source.policy,
+            lambda: self._steps,
+            scripts=[f"{RULE}{name}" for name in environments.script_names],
+            period=settings.period,
+        )
+        self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
+        self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
+        own = MatchOpponent(LEAGUE, DEFAULT_MODEL)
+        self._opponents: list[MatchOpponent] = [own] * rows
+        self._groups: list[tuple[str | None, Ints]] = [(DEFAULT_MODEL, np.arange(rows))]
+        """Rows that are played together: those of one policy, those with random actions (None), and all with scripts (RULE)."""
+        self._action_space: gym.Space[Any] = environments.action_space
+        self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
+
+    @property
+    def versions(self) -> Ints:
+        """Opponents are players, not versions of the learner."""
+        return np.where(self.latest, self._source.version, -1)
+
+    @property
+    def latest(self) -> Bools:
+        """By row: whether the newest version plays it."""
+        return np.array([opponent.model == DEFAULT_MODEL for opponent in self._opponents])
+
+    def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
+        if first.any():
+            self._choose_opponents(first)
+        self._steps += len(self._rows_of)
+        copy_into(self._observation, observation[OWN] if self._central else observation)
+        parts = [(rows, self._play_rows(model, rows, mask, first)) for model, rows in self._groups]
+        whole = map_tree(lambda x: np.empty((len(first), *x.shape[1:]), x.dtype), parts[0][1])
+        for rows, action in parts:
+            map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
+        return whole
+
+    def finish(self, row: int, score: float) -> None:
+        """A result is 1, 0 or -1 for the learning side, whatever the rewards are: they may be shaped."""
+        report = self._opponents[row].on_finished
+        if report is not None:
+            gain = 2.0 * score - 1.0
+            report(FinishedMatch({_LEARNING: gain, _OPPONENT: -gain}, 0, _SIDES))
+
+    def close(self) -> None:
+        self._chooser.close()
+
+    def _choose_opponents(self, first: Bools) -> None:
+        for rows in self._rows_of:
+            if first[rows[0]]:  # the rows of a match begin together
+                in_use = frozenset(one.model for one in self._opponents if one.model is not None)
+                chosen = self._chooser.choose(self._random, in_use)
+                for row in rows.tolist():
+                    self._opponents[row] = chosen
+        rows_of: dict[str | None, list[int]] = {}
+        for row, opponent in enumerate(self._opponents):
+            model = opponent.model
+            rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
+        self._groups = [(model, np.array(together)) for model, together in rows_of.items()]
+
+    def _play_rows(self, model: str | None, rows: Ints, mask: Bools | None, first: Bools) -> Tree:
+        if model is None:
+            masks = [None if mask is None else mask[row] for row in rows]
+            return stack([sample_action(self._action_space, one, self._random) for one in masks])
+        if model == RULE:
+            return self._environments.script_actions(rows, [str(self._opponents[row].model).removeprefix(RULE) for row in rows])
+        policy: ActingPolicy = self._newest_actor() if model == DEFAULT_MODEL else self._policies[model]
+        states = self._policies.states(model, policy)
+        begun = rows[first[rows]]
+        for part in states:
+            part[begun] = 0
+        seen = map_tree(lambda x: x[rows], self._observation)
+        noise = policy.draw_noise(len(rows), self._generator)
+        acted = policy.act(seen, tuple(part[rows] for part in states), None if mask is None else mask[rows], noise)
+        for part, after in zip(states, acted.state, strict=True):
+            part[rows] = after
+        return acted.action
+
+    def _newest_actor(self) -> Policy:
+        """The policy that the sampler uses now; it does not change within a block."""
+        if self._source.policy is not self._newest[0]:
+            self._newest = self._source.policy, actor_policy(self._source.policy)
+        return self._newest[1]
+
+
+def with_league_opponents(environments: OpponentRows, source: PolicySource, settings: SelfPlayConfig, seed: int) -> PolicySource:
+    """Return the policy source for a sampler; players of the league in `settings` play the opponent rows from now on."""
+    followed = FollowedSource(source)
+    environments.player = LeagueRowPlayer(environments, followed, settings, seed)
+    return followed
