@@ -116,7 +116,7 @@ class LocalNode:
         self._processes: dict[int, Process] = {}
         self._readers: dict[int, SharedReader] = {}
         self._issued: dict[int, SharedReader] = {}
-        """Ring of each block that is held: its worker may have a new one by now."""
+        """Ring of each block that is taken and not released; its worker may have a new ring by now."""
         self._begins: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._started: dict[int, float] = {}
@@ -254,7 +254,7 @@ class SamplingPool:
         more_metrics: Callable[[], dict[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count_steps`: steps of a block, as its worker counts them. `more_metrics`: what is reported besides."""
+        """`count_steps`: steps of a block, as its worker counts them. `more_metrics`: additional metrics."""
         self._workers, self._latest, self._clock = workers, latest, clock
         self._count_steps, self._more_metrics = count_steps, more_metrics
         self._node_of: dict[int, SamplingNode] = {}
