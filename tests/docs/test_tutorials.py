@@ -27,7 +27,7 @@ _BLOCK = re.compile(
 )
 _PORT = re.compile(r"^<!-- test: port (\d+) -->$", re.MULTILINE)
 _FILE = re.compile(r"# (\w+\.(?:yaml|py))$", re.MULTILINE)
-NEEDS = {"arena_self_play": "numba"}
+NEEDS = {"arena_self_play": "numba", "league": "pyspiel"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def test_the_tutorial_works_as_printed(page: Path, tmp_path: Path) -> None:
 
 
 def test_every_tutorial_has_commands_that_run() -> None:
-    assert {page.stem for page in PAGES} == {"arena_self_play", "first_agent", "http_game", "laptop_to_slurm"}
+    assert {page.stem for page in PAGES} == {"arena_self_play", "first_agent", "http_game", "laptop_to_slurm", "league"}
     for page in PAGES:
         found = blocks(page.read_text(encoding="utf-8"))
         assert sum(block.language == "sh" and not block.skip for block in found) >= 2

@@ -31,7 +31,7 @@ class MatchPlan:
     """Rows of a block."""
     settings: MultiAgentSettings
     separate_rows: bool = False
-    """Every segment has a row of its own, for replay buffers; otherwise those of one agent follow each other in a row."""
+    """Every segment has its own row, for replay buffers; otherwise segments of one agent share a row, one after the other."""
 
 
 def plain_settings(settings: MultiAgentSettings) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class MatchBlockSampler:
         worker: int = 0,
         skip: int = 0,
     ) -> None:
-        """`run`: directory with stored versions for self-play. `worker`: its number, by which rows of workers differ.
+        """`run`: directory with stored versions for self-play. `worker`: its number, which makes its rows distinct.
         `skip`: number of blocks of the first step that were written by a predecessor.
         """
         self._plan, self._writer, self._skip = plan, writer, skip

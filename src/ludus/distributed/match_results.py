@@ -1,4 +1,4 @@
-"""Results of matches that workers play: they travel with the blocks, as sums and counts."""
+"""Results of matches that workers play: sums and counts that are sent with the blocks."""
 
 from __future__ import annotations
 

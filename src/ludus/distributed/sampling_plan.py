@@ -1,4 +1,4 @@
-"""What sampling workers are told: plain data that is sent to processes and to agents on other nodes."""
+"""Configuration of sampling workers: plain data that is sent to processes and to agents on other nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SamplingPlan:
     first_version: int
     """The version that the workers begin with; with several models the sum of their versions."""
     ahead: int | None
-    """How many updates early a block may be made; None: at any time, with the newest weights."""
+    """Number of updates by which a block may be sampled early; None: at any time, with the newest weights."""
     slots: int
     """Number of blocks of a worker that may wait."""
     hang_s: float = 60.0
@@ -56,7 +56,7 @@ class SamplingPlan:
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: WrapperList = ()
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
-    """What `env` means, if it is a function of the user's script."""
+    """The code of `env`, if it is a function of the user's script."""
     matches: MatchPlan | None = None
     """None: environments with one agent."""
 

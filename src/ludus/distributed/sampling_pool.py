@@ -116,7 +116,7 @@ class LocalNode:
         self._processes: dict[int, Process] = {}
         self._readers: dict[int, SharedReader] = {}
         self._issued: dict[int, SharedReader] = {}
-        """Ring of each block that is held: its worker may have a new one by now."""
+        """Ring of each block that is taken and not released; its worker may have a new ring by now."""
         self._begins: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._started: dict[int, float] = {}

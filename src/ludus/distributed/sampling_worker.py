@@ -1,4 +1,4 @@
-"""Programs of sampling workers. They end by SIGTERM, which raises SystemExit."""
+"""Entry points of sampling workers. SIGTERM ends them: it raises SystemExit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Counters:
 
 
 def _wait_for_weights(context: Context, published: Callable[[], int], needed: int) -> float:
-    """Wait for a version; returns the seconds."""
+    """Wait until version `needed` is published; returns the seconds waited."""
     if published() >= needed:
         return 0.0
     began, polls = time.perf_counter(), Backoff(0.0001, 0.001, factor=1.5)

@@ -48,7 +48,7 @@ class Level:
     slot: Indices
     """[edges] slot of the action in a strategy; -1 at chance nodes."""
     player: Indices
-    """[edges] who acts: 0, 1 or CHANCE."""
+    """[edges] acting player: 0, 1 or CHANCE."""
     chance: Doubles
     """[edges] probability of a chance outcome, 1 elsewhere."""
 
@@ -114,7 +114,10 @@ def build_tree(game: ExtensiveGame, max_nodes: int = _MAX_NODES) -> GameTree:
     while states:
         nodes += len(states)
         if nodes > max_nodes:
-            raise ConfigError(f"{game.name} has more than {max_nodes:,} states.", "Use ludus exploit: it trains a best response.")
+            raise ConfigError(
+                f"{game.name} has more than {max_nodes:,} states.",
+                "Train a best response instead: ludus exploit RUN --budget STEPS.",
+            )
         utility, below = np.zeros(len(states)), []
         terminal = np.zeros(len(states), np.bool_)
         edges: list[tuple[int, int, int, float]] = []

@@ -97,7 +97,7 @@ def alpha_rank(payoffs: Doubles, *, intensity: float = 100.0, population: int = 
 
 
 def _stationary(transition: Doubles) -> Doubles:
-    """The stationary distribution, regularised so that it is unique if some states are never left."""
+    """The stationary distribution, regularised so that it is unique also if some states are never left."""
     n = len(transition)
     mixed = (1 - 1e-9) * transition + 1e-9 / n
     system = np.vstack([mixed.T - np.eye(n), np.ones(n)])

@@ -14,14 +14,14 @@ from ludus.league.payoff import Doubles
 from ludus.league.ratings import fit_ratings
 
 _LEAST_SIGNAL: Final = 0.1
-"""Least deviation from one half, as a share of what chance contributes, of which a share can be given."""
+"""Smallest deviation of the win rates from one half, relative to their noise, for which a cyclic share is computed."""
 _MAX_WEIGHT: Final = 100.0
-"""Matches of one pair that count for the cyclic share: a pair that meets all the time must not hide the others."""
+"""Most matches of one pair that count for the cyclic share, so that a pair with very many matches does not dominate."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """Three players, each of which beats the next one, and the last one the first."""
+    """Three players: the first beats the second, the second beats the third, the third beats the first."""
 
     players: tuple[str, str, str]
     win_rates: tuple[float, float, float]
@@ -39,8 +39,8 @@ def find_cycles(
     """The strongest cycles of three players, strongest first, at most `limit`.
 
     Every win rate is more than `margin` above one half. With the numbers of matches `counts`, one half is also below the confidence
-    interval of every win rate (Wilson 1927). The confidence is at least 95 %, and higher with many players, so that chance alone makes
-    any cycle in at most 5 % of leagues of equal players.
+    interval of every win rate (Wilson 1927). The confidence is at least 95 %, and higher with many players, so that at most
+    5 % of leagues with equally strong players have a cycle by chance.
     """
     beats = win_rates > 0.5 + margin
     if counts is not None:
@@ -68,7 +68,7 @@ def _cycle(players: Sequence[str], members: tuple[int, int, int], win_rates: Dou
 def _z_for(players: int) -> float:
     """Standard deviations beyond which a win rate counts as above one half.
 
-    Three win rates are above it by chance with the cube of the probability of one; there are two directions of every triple.
+    By chance, all three win rates exceed it with the cube of the probability of one. Every triple has two directions.
     """
     directions = max(players * (players - 1) * (players - 2) // 3, 1)
     return NormalDist().inv_cdf(1 - min(0.025, (0.05 / directions) ** (1 / 3)))
@@ -83,11 +83,11 @@ def _wilson_low(win_rates: Doubles, counts: Doubles, z: float) -> Doubles:
 
 
 def cyclic_share(win_rates: Doubles, counts: Doubles | None = None) -> float:
-    """How much of the payoffs no rating can explain: 0 for a pure ranking, 1 for rock-paper-scissors.
+    """Return the share of the payoffs that no rating can explain: 0 for a pure ranking, 1 for rock-paper-scissors.
 
-    The squared deviation of the win rates from those that fitted ratings expect, as a share of that from one half. With the numbers of
-    matches `counts`, pairs without results take no part, and the variance of the win rates, which chance alone contributes, is subtracted.
-    0 if there is little else than chance.
+    This is the squared deviation of the win rates from those that fitted ratings predict, divided by the squared deviation from one half.
+    With the numbers of matches `counts`, pairs without results are left out, and the sampling variance of the win rates is subtracted.
+    Returns 0 if the payoffs are mostly noise.
     """
     n = len(win_rates)
     met = ~np.eye(n, dtype=bool) & (np.ones((n, n), bool) if counts is None else counts > 0)
@@ -99,7 +99,7 @@ def cyclic_share(win_rates: Doubles, counts: Doubles | None = None) -> float:
     rating = np.array([fitted[name].elo for name in names])
     expected = 1 / (1 + 10 ** ((rating[None, :] - rating[:, None]) / 400))
     noise = np.zeros((n, n)) if counts is None else np.where(met, weight * _variances(win_rates, counts, expected), 0.0)
-    fitted_away = min(1.0, 2 * (n - 1) / met.sum())  # the ratings have adapted to this share of the noise
+    fitted_away = min(1.0, 2 * (n - 1) / met.sum())  # share of the noise that the fit of the ratings absorbs
     rest = float((weight * (win_rates - expected) ** 2 - (1 - fitted_away) * noise).sum())
     whole = float((weight * (win_rates - 0.5) ** 2 - noise).sum())
     if whole <= max(1e-9, _LEAST_SIGNAL * float(noise.sum())):
@@ -108,6 +108,6 @@ def cyclic_share(win_rates: Doubles, counts: Doubles | None = None) -> float:
 
 
 def _variances(win_rates: Doubles, counts: Doubles, expected: Doubles) -> Doubles:
-    """Variances of the win rates: unbiased estimates from several matches; of a single one, what the ratings expect."""
+    """Variances of the win rates: unbiased estimates from several matches; for a single match, the variance that the ratings predict."""
     several = win_rates * (1 - win_rates) / np.maximum(counts - 1, 1.0)
     return np.where(counts >= 2, several, expected * (1 - expected))

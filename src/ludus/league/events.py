@@ -1,4 +1,4 @@
-"""What happens to a league. Every change of its state is one of these values, and the journal stores them as JSON."""
+"""Events of a league. Every change of its state is one of these values, and the journal stores them as JSON."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class ResultsReported:
     draws: int
     losses: int
     gain: float | None = None
-    """Sum of the player's gains: half of the difference between the returns of the sides. None: 1 per win, -1 per loss."""
+    """Sum over the matches of half the difference between the returns of the sides. None: 1 per win, -1 per loss."""
     generation: int | None = None
-    """Of the player when it played. Results of an earlier generation count as played, and not in payoffs and ratings."""
+    """Generation of the player in these matches. Results of an earlier one count as matches, but not in payoffs and ratings."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def event_to_json(event: LeagueEvent) -> dict[str, Any]:
 
 
 def event_from_json(values: Mapping[str, Any]) -> LeagueEvent:
-    """Raises Damaged."""
+    """Inverse of `event_to_json`. Raises Damaged."""
     fields = dict(values)
     kind = _KINDS.get(str(fields.pop("event", "")))
     if kind is None:

@@ -1,4 +1,4 @@
-"""A league on disk: a journal of events, and snapshots of the whole state so that a restart need not read all of it.
+"""A league on disk: a journal of events, and snapshots of the whole state, so that a restart does not have to read all events.
 
     <league>/lock                    held by the one process that writes
     <league>/settings.json           settings of matchmaking, snapshots and ratings, for commands that read the league
@@ -43,12 +43,12 @@ SNAPSHOT_EVERY: Final = 20_000
 _KEPT_SNAPSHOTS: Final = 2
 _FORMAT: Final = 2
 _LOCK_WAIT_S: Final = 0.5
-"""Commands such as `ludus league add` and `status` hold the lock for a moment."""
+"""Time to wait for the lock, which commands such as `ludus league add` and `status` hold for a moment."""
 _SETTINGS: Final = "settings.json"
 
 
 class LeagueJournal:
-    """The state of a league that is stored with every event. One process at a time: a second one raises Fenced."""
+    """The state of a league, stored on disk with every event. Only one process can open it; a second one raises Fenced."""
 
     def __init__(
         self, directory: Path, settings: LeagueSettings, *, snapshot_every: int = SNAPSHOT_EVERY, durable: bool = False
@@ -118,7 +118,7 @@ class LeagueJournal:
 
 
 def _acquire(path: Path) -> int:
-    """Lock the league for this process; the lock ends with it, however it dies. Raises Fenced."""
+    """Lock the league for this process; the lock ends with the process, also if it is killed. Raises Fenced."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + _LOCK_WAIT_S
     while not _try_lock(fd, fcntl.LOCK_EX):
@@ -144,7 +144,7 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 
 def read_owner(directory: Path) -> str:
-    """The process that runs the league; empty if none does. The lock is tried for an instant."""
+    """The process that runs the league; empty if none does. Takes the lock for a moment if it is free."""
     try:
         fd = os.open(directory / "lock", os.O_RDONLY)
     except OSError:
@@ -193,7 +193,7 @@ def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> 
                 state, events = _unpack(path.read_bytes(), settings)
             break
         except (Damaged, OSError) as error:
-            log.warning("%s cannot be read (%s); an earlier one is used", path, error)
+            log.warning("%s cannot be read (%s); an earlier snapshot is used", path, error)
     segments = sorted((directory / "journal").glob("*.jsonl"))
     for path, following in itertools.zip_longest(segments, segments[1:]):
         first = int(path.stem)
@@ -254,7 +254,7 @@ def _recent_results(entries: Sequence[Sequence[Any]]) -> RecentResults:
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """A snapshot becomes a million tuples without cycles; the collector would look at them many times, for two thirds of the time."""
+    """Unpacking a snapshot creates up to a million tuples without cycles; the collector would take two thirds of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

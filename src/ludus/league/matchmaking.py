@@ -50,12 +50,13 @@ class MatchmakingSettings:
     main_pfsp: float = 0.5
     """Share of a main player's matches against all snapshots by PFSP."""
     main_verification: float = 0.15
-    """Share against exploiter snapshots that beat it, and own snapshots that it has forgotten how to beat."""
+    """Share against exploiter snapshots that beat it, and own snapshots that it no longer beats."""
     too_hard: float = 0.3
-    """A main player that wins less against another one plays its snapshots instead."""
+    """Win rate against another main player below which a main player plays the snapshots of that one instead."""
     exploiter_too_hard: float = 0.1
-    """A main exploiter that wins less against a main player plays the snapshots of that one instead."""
+    """The same threshold of a main exploiter."""
     forgotten: float = 0.7
+    """Win rate below which an own snapshot counts as no longer beaten."""
     latest: float = 0.8
     """past_quality: share of matches against itself."""
     meta_solver: str = "nash"
@@ -64,7 +65,7 @@ class MatchmakingSettings:
 
 @dataclass(frozen=True)
 class MatchmakingView:
-    """What matchmaking looks at."""
+    """The part of the state of a league that matchmaking reads."""
 
     players: Mapping[str, Player]
     payoff: PayoffTable
@@ -80,7 +81,7 @@ Pool = tuple[Sequence[str], Doubles]
 
 @dataclass(frozen=True)
 class Branch:
-    """A share of a player's matches, and the opponents of these."""
+    """A share of a player's matches, and the opponents in these matches."""
 
     share: float
     pool: Callable[[], Pool]
@@ -114,7 +115,7 @@ def opponent_probabilities(view: MatchmakingView, player: Player, settings: Matc
 def _names(
     view: MatchmakingView, *, role: PlayerRole | None = None, parent_role: PlayerRole | None = None, parent: str | None = None
 ) -> list[str]:
-    """Available players. Fixed players count as snapshots of nobody in particular."""
+    """Return the names of the available players that fit all given conditions. Fixed players have no parent."""
     return [
         one.name
         for one in view.players.values()
@@ -168,7 +169,7 @@ def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettin
 
 
 def _verification(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool | None:
-    """Exploiters that the player loses to; else snapshots of a main player that it has forgotten how to beat."""
+    """Exploiter snapshots that beat the player; without any, snapshots of a main player that it no longer beats."""
     exploiters = _names(view, role=PlayerRole.HISTORICAL, parent_role=PlayerRole.MAIN_EXPLOITER)
     if exploiters and view.payoff.win_rates(player.name, exploiters).min() < settings.too_hard:
         return _by_pfsp(view, player, exploiters, "squared")
@@ -180,13 +181,13 @@ def _verification(view: MatchmakingView, player: Player, opponent: str, settings
 
 
 def _forgotten_until(win_rates: Doubles) -> int:
-    """Number of snapshots without the newest ones whose win rates only fall: against those, losing is no forgetting."""
+    """Number of snapshots that can count as forgotten: all but the newest ones, along which the win rate only falls because they improve."""
     rising = np.flatnonzero(win_rates[:-1] < win_rates[1:])
     return int(rising[-1]) + 2 if rising.size else 0
 
 
 def _self_play_or_snapshots(view: MatchmakingView, player: Player, opponent: str, too_hard: float) -> Pool:
-    """The current main player; its snapshots if it is too strong."""
+    """The main player itself, or its snapshots if it is too strong."""
     past = _names(view, role=PlayerRole.HISTORICAL, parent=opponent)
     if opponent == player.name or view.payoff.win_rate(player.name, opponent) > too_hard or not past:
         return _certainly(opponent)

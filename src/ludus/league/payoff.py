@@ -1,4 +1,4 @@
-"""Results between pairs of players. Values: an update returns a new table that shares all unchanged rows with the old one."""
+"""Results between pairs of players. Tables are immutable: an update returns a new one, which shares all unchanged rows."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PairRecord(NamedTuple):
     win_rate: float = UNSEEN
     """Share of wins, draws as half, older ones discounted; 0.5 without results."""
     gain: float = 0.0
-    """Sum over all results of the return above that of an even match: half of the difference between the sides."""
+    """Sum of the gains of all results. A gain is half of the difference between the returns of the two sides."""
 
     @property
     def games(self) -> int:
         return self.wins + self.draws + self.losses
 
     def add(self, wins: int, draws: int, losses: int, decay: float, gain: float = 0.0) -> PairRecord:
-        """Count further results. Several at once are discounted as if they alternated evenly."""
+        """Count further results. Several at once are discounted as if wins, draws and losses were spread evenly."""
         games = wins + draws + losses
         kept = self.weight * decay**games
         fresh = float(games) if decay == 1.0 else (1 - decay**games) / (1 - decay)
@@ -51,7 +51,7 @@ NO_RESULTS: Final = PairRecord()
 @dataclass(frozen=True)
 class PayoffTable:
     rows: Mapping[str, Mapping[str, PairRecord]] = field(default_factory=dict)
-    """Player → opponent → record. Both directions are stored; that of the later name mirrors that of the earlier one."""
+    """Player → opponent → record. A pair is counted under the name that sorts first, and mirrored under the other one."""
 
     def record(self, player: str, opponent: str) -> PairRecord:
         return self.rows.get(player, {}).get(opponent, NO_RESULTS)
@@ -66,7 +66,7 @@ class PayoffTable:
     def add(
         self, player: str, opponent: str, wins: int, draws: int, losses: int, decay: float = 1.0, gain: float | None = None
     ) -> PayoffTable:
-        """Count matches. Those of a player against itself count nothing. `gain` None: 1 per won match, -1 per lost one."""
+        """Count matches. Those of a player against itself are ignored. `gain` None: 1 per won match, -1 per lost one."""
         if player == opponent or wins + draws + losses == 0:
             return self
         gained = float(wins - losses) if gain is None else gain

@@ -10,7 +10,7 @@ class PlayerRole(StrEnum):
     """What a player is for (Vinyals et al. 2019)."""
 
     MAIN = "main"
-    """Trains against everybody; the product of the league."""
+    """Trains against all others; the product of the league."""
     MAIN_EXPLOITER = "main_exploiter"
     """Trains against the main players only, to find their weaknesses."""
     LEAGUE_EXPLOITER = "league_exploiter"

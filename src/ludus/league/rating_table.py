@@ -23,7 +23,7 @@ class RatedPlayer:
     """Elo after every match in turn."""
     skill: SkillEstimate
     games: int
-    """Results against other players that count; those before a reset of its weights do not."""
+    """Number of results against other players since its last reset."""
     anchor: bool
     available: bool
 
@@ -62,7 +62,7 @@ def rate_players(state: LeagueState) -> list[RatedPlayer]:
 
 
 def anchors_of(state: LeagueState) -> Mapping[str, float]:
-    """Players whose rating is given. If there are none, the first fixed player is held at 1200: it never changes."""
+    """Players with a given rating. Without any, the first fixed player is the anchor, at 1200."""
     given = {player.name: player.rating for player in state.players.values() if player.rating is not None}
     fixed = (player.name for player in state.players.values() if player.role is PlayerRole.FIXED)
     return given or dict.fromkeys(list(fixed)[:1], ELO_START)

@@ -30,7 +30,7 @@ def expected_score(own: float, other: float) -> float:
 def update_elo(
     own: float, other: float, score: float, k: float = ELO_K, *, own_fixed: bool = False, other_fixed: bool = False
 ) -> tuple[float, float]:
-    """Return both ratings after a match; those of anchors stay."""
+    """Return both ratings after a match; those of anchors do not change."""
     change = k * (score - expected_score(own, other))
     return (own if own_fixed else own + change), (other if other_fixed else other - change)
 
@@ -44,14 +44,14 @@ class SkillEstimate:
 
     @property
     def conservative(self) -> float:
-        """The strength that the player has with a probability of 99.9 %."""
+        """Lower bound of the player's strength, with a probability of 99.9 %."""
         return self.mu - 3 * self.sigma
 
 
 def update_skill(
     teams: Sequence[Sequence[SkillEstimate]], scores: Sequence[float], fixed: Sequence[bool] = ()
 ) -> list[list[SkillEstimate]]:
-    """Bayesian update after a match of teams; equal scores are draws. The skills of `fixed` teams stay.
+    """Bayesian update after a match of teams; equal scores are draws. The skills of `fixed` teams do not change.
 
     The Plackett-Luce model of Weng & Lin (2011), "A Bayesian approximation method for online ranking", algorithm 4.
     """
@@ -84,7 +84,7 @@ def update_skill(
 
 
 def skill_of_anchor(rating: float) -> SkillEstimate:
-    """The certain skill whose win probabilities against other certain skills are those of this Elo rating."""
+    """Return the skill, without uncertainty, that predicts the same win probabilities as this Elo rating."""
     return SkillEstimate(SkillEstimate.mu + (rating - ELO_START) / ELO_PER_SKILL, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The latest results of a training player, by which it is rated: older ones were won or lost by a weaker self."""
+"""The latest results of a training player, which determine its rating: it played older matches with weaker weights."""
 
 from __future__ import annotations
 

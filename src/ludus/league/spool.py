@@ -1,9 +1,9 @@
-"""Events for a league that another process runs: files that its coordinator applies.
+"""Files with events that other processes leave for the coordinator of a league.
 
     <league>/spool/<time>-<id>.json        a list of events, as in the journal
 
-A file is deleted after its events are in the journal. A coordinator that is killed in between applies the file again: the league refuses
-what it has counted before.
+A file is deleted after its events are in the journal. A coordinator that is killed in between applies the file again: events that
+were counted before are refused.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ class SnapshotRule:
     """When a training player is copied to a historical one."""
 
     min_steps: int = 100_000
-    """Environment steps since its last snapshot."""
+    """Minimum environment steps since its last snapshot."""
     max_steps: int = 200_000
     """Take a snapshot after this number of steps at the latest."""
     win_rate: float = 0.7
-    """Before `max_steps`: the least win rate against all of its opponents."""
+    """Before `max_steps`: minimum win rate against each of its opponents."""
     reset: float = 0.0
     """Probability that the player then starts again from its initial weights."""
 
@@ -73,7 +73,7 @@ class LeagueSettings:
     rating_window: int = 400
     """Latest results of a training player that count for its fitted rating."""
     max_open_matches: int = 4096
-    """Issued matches without a result; beyond it the oldest is given up and its result refused."""
+    """Most issued matches without a result; with more, the oldest is dropped and its result will be refused."""
     seed: int = 0
 
 
@@ -112,7 +112,7 @@ class LeagueState:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an event changed nothing. `repeated`: it had been counted before, so that its sender may consider it done."""
+    """Why an event changed nothing. `repeated`: it was counted before, so its sender may consider it done."""
 
     reason: str
     repeated: bool = False
@@ -260,7 +260,7 @@ def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | R
 def _count(
     state: LeagueState, player: str, opponent: str, wins: int, draws: int, losses: int, gain: float | None = None
 ) -> LeagueState:
-    """Count results of one pair in the payoff table and the ratings. Matches of a player against itself only count as played."""
+    """Count results of one pair in the payoff table and the ratings. A player against itself only counts as a match."""
     games = wins + draws + losses
     if not games or player == opponent:
         return replace(state, results=state.results + games)

@@ -1,4 +1,4 @@
-"""Files through which the coordinator of a league and the processes that sample for its players talk. No lock is shared, no server runs.
+"""Files by which the coordinator of a league and the sampling processes of its players communicate, without a server.
 
     <league>/matchmaking/<player>.json    coordinator → samplers: opponents with their probabilities; replaced in one step
     <league>/results/<source>.jsonl       samplers → coordinator: numbered reports, only appended
@@ -46,14 +46,14 @@ class LeagueOpponent:
 
 @dataclass(frozen=True)
 class Matchmaking:
-    """What the samplers of one player have to do."""
+    """Instructions of the coordinator for the samplers of one player."""
 
     player: str
     generation: int = 0
     """Number of resets of the player so far. Training of an earlier generation has to end."""
     opponents: tuple[LeagueOpponent, ...] = ()
     stop: str = ""
-    """Why training has to end; empty: it goes on."""
+    """Why training has to end; empty: it continues."""
 
 
 def matchmaking_path(league: Path, player: str) -> Path:
@@ -100,7 +100,7 @@ class MatchmakingWatch:
             after = read_matchmaking(self._league, self._player)
         except (OSError, Damaged) as error:
             if self.current is not None:  # for example a network file system that does not answer
-                log.warning("matchmaking of %s is used as it was: %s", self._player, error)
+                log.warning("new opponents of %s cannot be read, the previous ones are used: %s", self._player, error)
             return False
         self._read, changed = stamp, after is not None and after != self.current
         self.current = after or self.current
@@ -171,7 +171,7 @@ class ResultSpool:
         return self.path.name.removesuffix(".jsonl")
 
     def add(self, player: str, opponent: str, generation: int, score: float, gain: float) -> None:
-        """`score` of the player: 1, 0.5 or 0."""
+        """Count a finished match. `score` of the player: 1, 0.5 or 0."""
         count = self._pending.setdefault((player, opponent, generation), _PairCount())
         count.wins += score > 0.5
         count.draws += score == 0.5
@@ -190,7 +190,7 @@ class ResultSpool:
                 self._append(report)
             except OSError as error:
                 if not self._failed:
-                    log.warning("results cannot be written to %s and are kept: %s", self.path, error)
+                    log.warning("results cannot be written to %s now and are written later: %s", self.path, error)
                 self._failed = True
                 return
             self._failed = False
@@ -220,7 +220,7 @@ class ResultSpool:
 
 
 def parse_report(line: bytes) -> SpoolReport:
-    """Raises ValueError."""
+    """Parse one line of a file of results. Raises ValueError."""
     values = json_lines.decode(line)
     try:
         if "model" in values:
@@ -255,7 +255,7 @@ class SpoolReader:
     path: Path
     offset: int = 0
     damaged: int = 0
-    """Complete lines that are no reports."""
+    """Number of complete lines that are not valid reports."""
 
     @property
     def source(self) -> str:

@@ -96,14 +96,14 @@ class LeagueOpponents:
         self._spool.add(self._player, opponent, self._generation, match.score, match.gain)
 
     def _drop_outdated_slots(self) -> None:
-        """Slots of opponents that are gone or have another model now."""
+        """Drop slots whose opponent is gone or has another model now."""
         assert self._watch.current is not None
         known = {(one.name, one.model) for one in self._watch.current.opponents}
         self._slots = [one for one in self._slots if (one.name, one.model) in known]
         self._unusable &= {one.model for one in self._watch.current.opponents}
 
     def _draw_slot(self, random: np.random.Generator, in_use: frozenset[str]) -> LeagueOpponent | None:
-        """One of the slots, all equally likely; None: the player itself, as there is nobody else."""
+        """Draw one of the slots, all with equal probability; None: there is no other opponent, the player meets itself."""
         if len(self._slots) == _SLOTS and self._steps() >= self._renew_at:
             self._slots.pop(0)
         while len(self._slots) < _SLOTS:
@@ -146,7 +146,7 @@ class LeagueOpponents:
         return True
 
     def _give_up(self, opponent: LeagueOpponent, reason: str) -> None:
-        """Use an opponent no more, until its model changes."""
+        """Stop using an opponent until its model changes, and report it."""
         log.warning("the player %s is not used as an opponent: %s", opponent.name, reason)
         self._unusable.add(opponent.model)
         self._slots = [one for one in self._slots if one.model != opponent.model]

@@ -46,7 +46,7 @@ Script = Callable[[Tree, Any], Any]
 def load_league_policy(
     league: Path, model: str, like: WithSpaces, on_failure: Callable[[str], None] = lambda reason: None
 ) -> ActingPolicy | None:
-    """Load the policy of a player; None: random actions. `like`: the spaces that it has to have.
+    """Load the policy of a player; None: random actions. `like`: has the spaces that the policy must have.
 
     `model`: `rule:random`, `script:module:function`, or `RUN@VERSION` with a run directory relative to the league. `on_failure` is
     called with the reason when a script raises an exception later. Raises LudusError, OSError.

@@ -1,4 +1,4 @@
-"""Opponents of matches that are learned from: the newest version, past versions, or the players of a league.
+"""Opponents in training matches: the newest version, past versions, or the players of a league.
 
 Opponents are chosen between matches; a match keeps its opponent to its end. A process plays with a few opponents at a time, so that the
 matches of one opponent share a forward pass.
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MatchOpponent:
-    """Who plays the other side of a match."""
+    """The opponent in one match."""
 
     name: str
-    """In results: latest, past, or the name of a player."""
+    """Its name in results: latest, past or league."""
     model: str | None
     """Its name in the PolicySet; None: random actions."""
     on_finished: Callable[[FinishedMatch], None] | None = None
@@ -45,7 +45,7 @@ class OpponentChooser(Protocol):
         ...
 
     def close(self) -> None:
-        """No match will follow."""
+        """Release resources after the last match."""
         ...
 
 
@@ -65,7 +65,7 @@ class LoadedOpponents:
         self._loaded.add(model)
 
     def keep(self, models: frozenset[str]) -> None:
-        """Drop all others."""
+        """Drop all policies except these."""
         for model in self._loaded - models:
             self._policies.remove(model)
         self._loaded &= models
@@ -104,7 +104,7 @@ class SelfPlayOpponents:
         return MatchOpponent(PAST, model)
 
     def close(self) -> None:
-        """Its policies belong to the PolicySet."""
+        """Nothing to release: the policies belong to the PolicySet."""
 
 
 def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:
 def seat_self_play(
     settings: SelfPlayConfig, policy_mapping: Mapping[str, str], source: PolicySource, seed: int, run: Path | None = None
 ) -> Callable[[MatchBatch, PolicySet], SeatAgents]:
-    """Return what makes the seating of a sampler. `source`: of the one model that learns. `run`: may have stored earlier versions."""
+    """Return a function that seats the agents of a sampler. `source`: of the model that learns. `run`: may have stored earlier versions."""
     (model,) = set(policy_mapping.values())
 
     def make(matches: MatchBatch, policies: PolicySet) -> SeatAgents:
@@ -171,7 +171,7 @@ class TwoSides:
             opponents,
             in_use,
         )
-        self._random = np.random.default_rng([seed, 2])  # apart from the environments' and the sampler's
+        self._random = np.random.default_rng([seed, 2])  # separate from the random numbers of environments and sampler
         self._swap_sides = swap_sides
 
     def __call__(self, copy: int) -> Seating:

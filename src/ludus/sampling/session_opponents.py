@@ -1,6 +1,6 @@
 """Opponents of matches that external games play in sessions: which side learns, and which version plays the other.
 
-Which side learns follows from the name of the match and the seed alone, so that the processes of a gateway agree without messages.
+The learning side depends only on the name of the match and the seed, so that all processes of a gateway choose the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ludus.sampling.self_play import OpponentDraw, OpponentPolicies, PolicyHisto
 
 
 def sides_of(settings: SelfPlayConfig, seats: Sequence[str]) -> tuple[frozenset[str], frozenset[str]] | None:
-    """Return the names of both sides: `sides`, or the two seats of a session; None: sides have no names but 0 and 1."""
+    """Return the names of both sides: `sides`, or the two seats of a session; None: the sides are only called 0 and 1."""
     if settings.sides is not None:
         first, second = settings.sides
         return frozenset(first), frozenset(second)
@@ -50,7 +50,7 @@ class SessionOpponents:
         run: Path | None = None,
         deterministic: bool = False,
     ) -> None:
-        """`newest`: what sessions of the learning side play with. `run`: directory that may have stored earlier versions."""
+        """`newest`: the policy of the learning side. `run`: directory that may have stored earlier versions."""
         self._swap_sides, self._seed, self._deterministic = settings.swap_sides, seed, deterministic
         self._newest, self._source = newest, source
         self._history = PolicyHistory(settings, model)
@@ -65,7 +65,7 @@ class SessionOpponents:
         """Ticks of the matches so far, counted by the caller; self_play.period refers to them."""
 
     def join(self, match: str) -> tuple[int, BatchedPolicy[Policy]]:
-        """Count a session of a match. Return the side that learns, 0 or 1, and what plays the other one."""
+        """Count a session of a match. Return the side that learns, 0 or 1, and the policy of the other side."""
         joined = self._matches.get(match)
         if joined is None:
             joined = self._matches[match] = self._draw_match(match)
@@ -77,7 +77,7 @@ class SessionOpponents:
         return {name: match.version for name, match in self._matches.items()}
 
     def leave(self, match: str) -> None:
-        """Uncount a session."""
+        """Count the end of a session of a match."""
         left = self._matches[match]
         left.sessions -= 1
         if not left.sessions:

@@ -57,7 +57,7 @@ def status(directory: LeagueDirectory, as_json: AsJson = False) -> None:
         else "none",
         "matches": f"{state.results:,} counted, {len(state.open_matches):,} open",
         "pairs": f"{sum(map(len, state.payoff.rows.values())) // 2:,} with results",
-        "coordinator": owner or "none runs",
+        "coordinator": owner or "not running",
     }
     console.print(make_facts(facts))
     table = make_table(
@@ -129,7 +129,7 @@ def ratings(
     for place, one in enumerate(rated, start=1):
         table.add_row(str(place), *_rating_row(one))
     make_console(highlight=False).print(table)
-    say("rating: fit of all results; Elo, skill (OpenSkill): updated match by match. See the page League of the documentation.")
+    say("rating: fit of all results; Elo, skill (OpenSkill): updated match by match (docs/league.md).")
 
 
 def _rating_row(one: RatedPlayer) -> list[str]:
@@ -170,7 +170,7 @@ def payoff(
     else:
         console = make_console(highlight=False)
         _print_payoff(console, names, rates, games)
-        console.print(f"{share:.0%} of the payoffs is cyclic: no rating explains it")
+        console.print(f"cyclic share {share:.0%}: the part of the payoffs that ratings cannot explain")
         _print_cycles(console, found)
     if png is not None:
         _save(draw_payoff(state, top), png, quiet=as_json)
@@ -201,7 +201,7 @@ def _print_payoff(console: Console, names: Sequence[str], rates: Doubles, games:
 
 def _print_cycles(console: Console, cycles: Sequence[Cycle]) -> None:
     if not cycles:
-        console.print("no cycle of three players is certain")
+        console.print("no significant cycle of three players")
         return
     table = make_table(("cycle", "strength", "win rates", "games"), right=("strength",))
     for cycle in cycles:

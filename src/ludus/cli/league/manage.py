@@ -209,5 +209,5 @@ def _submit(directory: Path, events: Sequence[LeagueEvent], done: str, *, quiet:
     refused = submit_events(directory, events)
     if refused:
         raise UsageError(refused[0].reason, "`ludus league status` lists the players.")
-    pending = "" if refused is not None else " as soon as the coordinator of the league, which is running, has read it"
+    pending = "" if refused is not None else " as soon as the running coordinator has read the change"
     say(f"{done}{pending}", to_stderr=quiet)

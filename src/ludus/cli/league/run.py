@@ -67,9 +67,7 @@ def learner(
         int | None, typer.Option("--steps", min=1, help="Environment steps; default: until the league stops.")
     ] = None,
     wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the coordinator.")] = 600.0,
-    trust_all: Annotated[
-        bool, typer.Option("--trust", help="Import every name in the file of the league, which may come from others.")
-    ] = False,
+    trust_all: Annotated[bool, typer.Option("--trust", help="Allow the file of the league to import the code it names.")] = False,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the pictures of a league share: colours of the roles, figures, PNG."""
+"""Shared parts of the pictures of a league: colours of the roles, figures, PNG."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain_axes(axes: Any) -> None:
 def spread_labels(wanted: Sequence[float], distance: float, low: float, high: float) -> list[float]:
     """Positions near the wanted ones that keep a distance from each other, between `low` and `high` as far as there is room.
 
-    The least squared displacement: neighbours that would overlap share the mean of what they want.
+    Minimises the squared displacement: labels that would overlap are centred on the mean of their wanted positions.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     distance = min(distance, (high - low) / max(len(wanted) - 1, 1))

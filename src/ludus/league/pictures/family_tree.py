@@ -1,4 +1,4 @@
-"""Family tree of a league: a lane per training player along its environment steps, its snapshots as dots in the colour of their rating."""
+"""Family tree of a league: one line per training player along its environment steps, with snapshots as dots coloured by rating."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The coordinator of a league: the one process that changes its state.
 
 It reads results and checkpoints, takes snapshots, publishes opponents, and lets players train in turns on this machine. Learners on other
-machines (`ludus league learner`) only share the directory with it. All that it must not lose is in the journal: after kill -9 it goes on
-where it was.
+machines (`ludus league learner`) only share the directory with it. Its state is in the journal: after kill -9 it continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from ludus.core.formatting import format_number
 from ludus.core.metrics import JsonLinesSink
 from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
@@ -50,9 +49,9 @@ log = logging.getLogger(__name__)
 METRICS: Final = "metrics.jsonl"
 _POLL_S: Final = 0.1
 _READ_S: Final = 0.5
-"""Between two looks at the results."""
+"""Seconds between two reads of the results."""
 _SCAN_S: Final = 1.0
-"""Between two looks at the checkpoints of the players."""
+"""Seconds between two scans of the players' checkpoints."""
 _PUBLISH_S: Final = 1.0
 _RETRY_S: Final = 5.0
 """After an error of the file system, such as a full disk."""
@@ -62,7 +61,7 @@ _BLOCKED_S: Final = 10.0
 """Before the next turn of a player after such an error."""
 _REPORT_S: Final = 5.0
 _GRACE_S: Final = 600.0
-"""A learner that has to stop finishes its update and writes a checkpoint first; a second Ctrl-C does not wait for it."""
+"""Time for a learner to finish its update and write a checkpoint; a second Ctrl-C does not wait for it."""
 
 Say = Callable[[str], None]
 
@@ -89,10 +88,10 @@ def run_league(
 ) -> LeagueResult:
     """Run a league until a stop condition or a signal. `file`: content of its file, which learners read from the league's directory.
 
-    Raises Fenced if another process runs it, ConfigError if the file does not fit the league that is there.
+    Raises Fenced if another process runs it, ConfigError if the file does not fit the existing league.
     """
     if config.matchmaking.scheme == PSRO:
-        find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # it may need a library that is not installed
+        find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # fails now if its library is not installed
     journal = LeagueJournal(league, config.settings())
     try:
         _sweep(league / PLAYERS)
@@ -107,7 +106,7 @@ def run_league(
 
 
 class _Interval:
-    """Is due at once, and then every `seconds`."""
+    """A timer that is due at once, and then every `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._next = seconds, -math.inf
@@ -120,7 +119,7 @@ class _Interval:
 
 
 class Coordinator:
-    """Decides and acts for one league, step by step."""
+    """The main loop of a league: reads results, takes snapshots, publishes opponents and starts training turns."""
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class Coordinator:
             self._metrics.close()
 
     def _try_step(self) -> str | None:
-        """As `step`, then wait; after an error of the file system longer, with the state as it is in the journal."""
+        """Call `step`, then wait. After a file system error wait longer; the state is still that of the journal."""
         try:
             reason = self.step()
         except OSError as error:
@@ -169,7 +168,7 @@ class Coordinator:
         return reason
 
     def step(self) -> str | None:
-        """One round; returns the stop condition that holds."""
+        """Do one round of work. Returns the stop condition that is reached, if any."""
         if self._reading.is_due(self._clock()):
             self._ingest.poll()
         for task in self._workers.poll():
@@ -235,7 +234,7 @@ class Coordinator:
 
     def _quarantine(self, name: str, reason: str) -> None:
         self._apply(PlayerQuarantined(name, reason))
-        self._say(f"{name} is excluded: {reason}")
+        self._say(f"{name} is quarantined: {reason}")
         self._publish()
 
     # -- opponents
@@ -300,7 +299,7 @@ class Coordinator:
         return steps
 
     def _conclude(self, task: LeagueTask) -> None:
-        """A process has ended: record what it has done, or decide what follows its failure."""
+        """Record what an ended process has done, or decide how to react to its failure."""
         self._ingest.poll()
         self._scan()
         player = self._state.players.get(task.name)
@@ -321,7 +320,7 @@ class Coordinator:
             self._say(f"{task.name} failed and is tried again in {decision.delay_s:.1f} s: {failure.reason}")
         elif task.name == EVALUATION:
             self._evaluates = False
-            self._say(f"players are not compared any more: {decision.error}")
+            self._say(f"evaluation of players is switched off: {decision.error}")
         else:
             self._quarantine(task.name, f"its training failed: {decision.error.message}")
 
@@ -332,7 +331,7 @@ class Coordinator:
         rating = f"Elo {state.elo[name]:.0f}"
         return (
             f"{name}: {state.players[name].steps:,} steps, {rating}; the league: {schedule.total_steps(state):,} steps, "
-            f"{format_number(state.results)} matches, {schedule.count_snapshots(state)} snapshots"
+            f"{state.results:,} matches, snapshots: {schedule.count_snapshots(state)}"
         )
 
     def _report(self) -> None:
@@ -399,10 +398,10 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
         if player.role.learns and player.name not in config.players and not player.retired:
-            say(f"{player.name} is retired: it is not in the file of the league any more")
+            say(f"{player.name} is retired: it is no longer in the file of the league")
             journal.apply(PlayerRetired(player.name))
         elif player.quarantine and not player.retired:
-            say(f"{player.name} takes part again; it was excluded: {player.quarantine}")
+            say(f"{player.name} takes part again; it was quarantined: {player.quarantine}")
             journal.apply(PlayerQuarantined(player.name, ""))
 
 

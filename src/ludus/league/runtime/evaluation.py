@@ -1,4 +1,4 @@
-"""Matches between players that do not learn. Results go to the coordinator like those of training."""
+"""Matches between players that do not learn. Results are reported to the coordinator like those of training matches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _play(
     max_steps: int,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Each copy plays an equal share, from both sides in turn. A match that is too long counts as it is."""
+    """Each copy plays an equal share, from both sides in turn. A match longer than `max_steps` is cut and scored as it is."""
     n = len(copies)
     left = [task.matches // n + (number < task.matches % n) for number in range(n)]
     loaded = PolicySet({}, torch.Generator().manual_seed(seed), explore=True)
@@ -107,8 +107,8 @@ def _play(
         left[number] -= 1
         spool.add(task.player, task.opponent, 0, match.score, match.gain)
 
-    everybody = dict.fromkeys((agent for side in sides for agent in side), _OWN)
-    matches = MatchBatch(copies, everybody, loaded, {}, seed, seat_agents=seat_agents)
+    all_agents = dict.fromkeys((agent for side in sides for agent in side), _OWN)
+    matches = MatchBatch(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
     with loaded.acting():
         while any(left) and not interrupted():
             matches.tick(lambda number: left[number] > 0)

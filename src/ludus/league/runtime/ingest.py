@@ -1,4 +1,4 @@
-"""The coordinator reads the reports of all sources into the journal, each exactly once."""
+"""Transfers the reports of all sources into the journal, each exactly once. Runs in the coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUIET_S: Final = 10.0
 
 
 class ResultIngest:
-    """Follows the files in `results/`. A restarted coordinator reads them again; the journal knows which reports it has counted."""
+    """Follows the files in `results/`. A restarted coordinator reads them again; the journal ignores reports that it has counted."""
 
     def __init__(self, journal: LeagueJournal, clock: Callable[[], float] = time.monotonic) -> None:
         self._journal, self._clock = journal, clock
@@ -41,7 +41,7 @@ class ResultIngest:
 
     @property
     def damaged(self) -> int:
-        """Lines that are no reports."""
+        """Number of complete lines that are not valid reports."""
         return self._damaged_before + sum(reader.damaged for reader in self._readers.values())
 
     def poll(self) -> int:
@@ -84,11 +84,11 @@ class ResultIngest:
         return refused is None
 
     def _quarantine(self, report: UnusableModel) -> None:
-        """Exclude a player whose model cannot be used, unless it has another one by now. A training player gets one with its next turn."""
+        """Quarantine a player whose model cannot be used and has not changed since. Training players get a new model with their turn."""
         player = self._journal.state.players.get(report.player)
         if player is None or player.model != report.model or player.role.learns or not player.available:
             return
-        log.warning("the player %s is excluded: %s", player.name, report.reason)
+        log.warning("the player %s is quarantined: %s", player.name, report.reason)
         self._journal.apply(PlayerQuarantined(player.name, report.reason))
 
 

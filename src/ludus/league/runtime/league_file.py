@@ -72,7 +72,7 @@ class PlayerSection(ConfigSection):
 
     role: Literal["main", "main_exploiter", "league_exploiter", "fixed"] = Field(
         "main",
-        description="main trains against everybody; main_exploiter against the main players; league_exploiter against all snapshots; "
+        description="main trains against all others; main_exploiter against the main players; league_exploiter against all snapshots; "
         "fixed never changes.",
     )
     model: str | None = Field(
@@ -98,7 +98,7 @@ class PlayerSection(ConfigSection):
 
 
 class MatchmakingSection(ConfigSection):
-    """Whom the training players meet."""
+    """How the opponents of training players are chosen."""
 
     scheme: Annotated[str, _one_of(SCHEMES)] = Field(
         "league",
@@ -113,13 +113,13 @@ class MatchmakingSection(ConfigSection):
     main_pfsp: Share = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
     main_verification: Share = Field(
         0.15,
-        description="league: share against exploiter snapshots that beat it and own snapshots that it has forgotten how to beat.",
+        description="league: share against exploiter snapshots that beat it and own snapshots that it no longer beats.",
     )
     too_hard: Share = Field(
-        0.3, description="league: a main player that wins less against another one plays its snapshots instead."
+        0.3, description="league: win rate against another main player below which its snapshots are played instead."
     )
     exploiter_too_hard: Share = Field(0.1, description="league: the same threshold of a main exploiter.")
-    forgotten: Share = Field(0.7, description="league: win rate below which a past opponent counts as forgotten.")
+    forgotten: Share = Field(0.7, description="league: win rate below which an own snapshot counts as no longer beaten.")
     latest: Share = Field(0.8, description="past_quality: share of matches against itself.")
     meta_solver: Annotated[str, _one_of(META_SOLVERS)] = Field(
         "nash", description="psro: meta-strategy of the population: uniform, nash (linear programming), prd or alpha_rank."
@@ -137,9 +137,11 @@ class MatchmakingSection(ConfigSection):
 class SnapshotSection(ConfigSection):
     """When a training player is copied to a historical one."""
 
-    min_steps: int = Field(100_000, ge=1, description="Least environment steps since its last snapshot.")
-    max_steps: int | None = Field(None, ge=1, description="Steps after which it is taken in any case; null = twice min_steps.")
-    win_rate: Share = Field(0.7, description="Before max_steps: least win rate against all opponents.")
+    min_steps: int = Field(100_000, ge=1, description="Minimum environment steps since its last snapshot.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Steps after which a snapshot is taken in any case; null = twice min_steps."
+    )
+    win_rate: Share = Field(0.7, description="Before max_steps: minimum win rate against each opponent.")
     reset: Share | None = Field(
         None,
         description="Probability that the player then starts again from its initial weights; null = 0 for main, 1 for main_exploiter, "
@@ -176,7 +178,7 @@ class LeagueStopSection(ConfigSection):
 class LeagueEvaluationSection(ConfigSection):
     """Matches between players that do not learn, to compare them."""
 
-    matches: int = Field(100, ge=1, le=1_000_000, description="Least matches of every compared pair.")
+    matches: int = Field(100, ge=1, le=1_000_000, description="Minimum number of matches of every compared pair.")
     pairs: Literal["all", "fixed", "none"] | None = Field(
         None,
         description="all = all pairs of snapshots and fixed players; fixed = snapshots against fixed players; none; null = all with psro, "
@@ -197,7 +199,7 @@ class LeagueConfig(ConfigSection):
     players: dict[Annotated[str, AfterValidator(_check_player_name)], PlayerSection] = Field(
         min_length=1, description="Name → player."
     )
-    matchmaking: MatchmakingSection = Field(default_factory=MatchmakingSection, description="Whom the training players meet.")
+    matchmaking: MatchmakingSection = Field(default_factory=MatchmakingSection, description="Choice of opponents.")
     snapshots: SnapshotsSection = Field(default_factory=SnapshotsSection, description="Snapshot rules by role.")
     evaluation: LeagueEvaluationSection = Field(
         default_factory=LeagueEvaluationSection, description="Matches between players that do not learn."
@@ -211,7 +213,7 @@ class LeagueConfig(ConfigSection):
         60.0, gt=0, description="Seconds between checkpoints of a player that trains; it also saves one at the end of its turn."
     )
     max_failures: int = Field(
-        5, ge=0, description="Most failures of a player's learner without a new checkpoint; then it is excluded."
+        5, ge=0, description="Most failures of a player's learner without a new checkpoint; then the player is quarantined."
     )
     decay: float = Field(0.99, gt=0, le=1, description="Discount of older results of a pair per new result.")
     elo_k: float = Field(ELO_K, gt=0, description="K-factor of Elo ratings.")
@@ -277,7 +279,7 @@ def player_experiment(config: LeagueConfig, player: str, league: Path, generatio
         settings["self_play"] = {**given, "opponents": "league", "league": str(league.absolute()), "player": player}
     seed = settings.get("seed", config.seed)
     if isinstance(seed, int):
-        of_player = 0 if "seed" in own else zlib.crc32(player.encode())  # not its place in the file, which may change
+        of_player = 0 if "seed" in own else zlib.crc32(player.encode())  # independent of its position in the file
         settings["seed"] = (seed + of_player + _GENERATION_STEP * generation) % _SEEDS
     settings.setdefault("evaluation_duration", 0)
     checkpoints = {"checkpoint_time_s": config.checkpoint_time_s, "keep_checkpoints_num": _KEPT_CHECKPOINTS}
@@ -343,7 +345,7 @@ def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:
-    """The problem of an experiment by the keys of the league's file."""
+    """Translate a problem of a player's experiment to the keys of the league's file."""
     section, _, key = problem.path.partition(".")
     if section != "config" or key.partition(".")[0] not in own:
         return problem

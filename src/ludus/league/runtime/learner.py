@@ -44,7 +44,7 @@ def train_player(
     """Train a player of the league in this process until `steps` more environment steps, or until the coordinator ends it.
 
     Continues the player's run from its newest checkpoint; after a reset a new run begins. Waits up to `wait_s` for a coordinator that has
-    not published opponents yet. Returns None if training is not wanted now. Raises Fenced if another process trains the player.
+    not published opponents yet. Returns None if the coordinator has stopped the player. Raises Fenced if another process trains the player.
     """
     config = read_league(league / LEAGUE_FILE)
     if player not in config.learners():
@@ -83,7 +83,7 @@ def _train(
 
 
 def _await_matchmaking(watch: MatchmakingWatch, league: Path, player: str, wait_s: float) -> Matchmaking:
-    """Wait for orders to train; after `wait_s` also for orders to stop. Raises NotFound, and KeyboardInterrupt on a signal."""
+    """Wait until the player may train; after `wait_s` return also if it is stopped. Raises NotFound, and KeyboardInterrupt on a signal."""
     deadline = time.monotonic() + wait_s
     with stop_on_signals() as stop:
         while True:
@@ -102,7 +102,7 @@ def _await_matchmaking(watch: MatchmakingWatch, league: Path, player: str, wait_
 
 
 class _StopOnOrders:
-    """A sink that ends the run when the coordinator says so, or when the player was reset."""
+    """A sink that ends the run when the coordinator has stopped or reset the player."""
 
     def __init__(self, watch: MatchmakingWatch, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch, self._generation, self._clock = watch, generation, clock
@@ -138,7 +138,7 @@ def _lock_path(league: Path, player: str) -> Path:
 
 @contextlib.contextmanager
 def claim_player(league: Path, player: str) -> Iterator[None]:
-    """Hold the player for this process inside the block; the claim ends with the process, however it dies. Raises Fenced."""
+    """Lock the player for this process, until the end of the block or of the process. Raises Fenced."""
     path = _lock_path(league, player)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -160,7 +160,7 @@ def claim_player(league: Path, player: str) -> Iterator[None]:
 
 
 def is_claimed(league: Path, player: str) -> bool:
-    """Whether a process, on whichever machine, trains the player now."""
+    """Whether a process on any machine trains the player now."""
     try:
         with open(_lock_path(league, player), "rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Decisions of the coordinator: who trains next, which pairs still have to play, whether the league ends. Pure."""
+"""Decisions of the coordinator: which player trains next, which pairs still have to play, whether the league ends. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count_snapshots(state: LeagueState) -> int:
 
 
 def reached_stop(state: LeagueState, stop: LeagueStopSection, elapsed_s: float) -> str | None:
-    """The stop condition that holds."""
+    """The stop condition that is reached; None: the league continues."""
     if stop.timesteps is not None and total_steps(state) >= stop.timesteps:
         return f"timesteps {stop.timesteps:,}"
     if stop.snapshots is not None and count_snapshots(state) >= stop.snapshots:

@@ -36,7 +36,7 @@ def run_turn(context: Context, league: Path, player: str, steps: int, bundle: Co
         result = train_player(league, player, steps, sinks=[pipe])
     except LudusError as error:
         pipe.send(error=pack_error(error))
-    except KeyboardInterrupt:  # stopped before there was anything to keep
+    except KeyboardInterrupt:  # stopped before there was anything to save
         pipe.send(ended="interrupted")
     else:
         pipe.send(ended="not wanted" if result is None else result.stopped_by)
@@ -60,7 +60,7 @@ def run_evaluation(context: Context, league: Path, tasks: Sequence[PairTask], se
 
 @dataclass
 class LeagueTask:
-    """A process at work. `name`: the player that trains, or `evaluation`."""
+    """A running process. `name`: the player that trains, or `evaluation`."""
 
     name: str
     process: Process
@@ -79,7 +79,7 @@ class LeagueTask:
                 self.error = unpack_error(message["error"])
 
     def failure(self) -> LearnerFailure | None:
-        """How the process ended too early; None: it did what it had to."""
+        """Why the process failed; None: it finished its work."""
         if self.ended is not None:
             return None
         if self.error is not None:
@@ -89,7 +89,7 @@ class LeagueTask:
 
 
 class LeagueWorkers:
-    """Starts the processes and finds out how they ended. A context manager; leaving it ends all of them."""
+    """Starts the processes and reports how they ended. A context manager: leaving it ends all of them."""
 
     def __init__(self, league: Path, bundles: Mapping[str, CodeBundle]) -> None:
         """`bundles`: by training player."""
