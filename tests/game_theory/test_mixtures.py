@@ -15,7 +15,7 @@ from ludus.errors import ConfigError
 from ludus.game_theory.exploitability import best_response, exploitability, nash_conv
 from ludus.game_theory.game_tree import Doubles
 from ludus.game_theory.meta_solvers import nash
-from ludus.game_theory.mixtures import PayoffTable, mix_strategies
+from ludus.game_theory.mixtures import TreePayoffs, mix_strategies
 from ludus.game_theory.observed_game import ObservedGame, observe_game
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import VALUES, Policy
@@ -95,7 +95,7 @@ def test_a_mixture_earns_the_weighted_mean_of_its_players(leduc: ObservedGame) -
 
 
 def test_the_payoff_table_equals_the_value_of_every_pair(leduc: ObservedGame) -> None:
-    strategies, table = random_strategies(leduc, 3), PayoffTable(leduc.tree)
+    strategies, table = random_strategies(leduc, 3), TreePayoffs(leduc.tree)
     for one in strategies:
         table.add(one)
     expected = [[leduc.tree.value(leduc.combine(row, column)) for column in strategies] for row in strategies]
@@ -152,7 +152,7 @@ def test_the_equilibrium_of_weighted_rock_paper_scissors_is_found() -> None:
     equilibrium = np.array([2, 3, 1]) / 6
     assert exploitability(game.tree, np.tile(equilibrium, 2)) == pytest.approx(0.0, abs=1e-12)
     pure = [np.tile(row, 2) for row in np.eye(3)]
-    table = PayoffTable(game.tree)
+    table = TreePayoffs(game.tree)
     for one in pure:
         table.add(one)
     assert nash(table.symmetric())[0] == pytest.approx(equilibrium, abs=1e-9)

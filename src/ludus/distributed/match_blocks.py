@@ -18,7 +18,7 @@ from ludus.sampling.sampler import Interruption, SamplerTimes
 
 
 @dataclass(frozen=True)
-class MatchPlan:
+class MatchSamplingPlan:
     """Configuration of workers whose environments have several agents."""
 
     policy_mapping: Mapping[str, str]
@@ -69,7 +69,7 @@ class MatchBlockSampler:
     def __init__(
         self,
         copies: EnvCopies,
-        plan: MatchPlan,
+        plan: MatchSamplingPlan,
         sources: Mapping[str, PolicySource],
         writer: ModelBlockWriter,
         seed: int,

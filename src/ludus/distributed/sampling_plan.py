@@ -12,7 +12,7 @@ import numpy as np
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core.types import SegmentSpec
 from ludus.distributed.code_bundle import CodeBundle
-from ludus.distributed.match_blocks import MatchPlan
+from ludus.distributed.match_blocks import MatchSamplingPlan
 from ludus.envs.wrappers import WrapperList
 from ludus.process.workers.supervisor import WorkerRestart
 from ludus.sampling.sampler import VersionClock
@@ -57,7 +57,7 @@ class SamplingPlan:
     wrappers: WrapperList = ()
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
     """The code of `env`, if it is a function of the user's script."""
-    matches: MatchPlan | None = None
+    matches: MatchSamplingPlan | None = None
     """None: environments with one agent."""
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ludus.core.backoff import Backoff
-from ludus.distributed.match_blocks import MatchBlockSampler, MatchPlan
+from ludus.distributed.match_blocks import MatchBlockSampler, MatchSamplingPlan
 from ludus.distributed.sampling_plan import WEIGHTS, SamplingPlan, ring_path
 from ludus.envs.pettingzoo import make_match
 from ludus.envs.vector_env import make_environments
@@ -158,7 +158,7 @@ class BoardSource:
 def _sample_matches(
     context: Context,
     plan: SamplingPlan,
-    matches: MatchPlan,
+    matches: MatchSamplingPlan,
     index: int,
     begin: int,
     writer: SharedWriter,

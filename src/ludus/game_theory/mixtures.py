@@ -37,7 +37,7 @@ def realisation_weights(tree: GameTree, strategy: Doubles, player: int, reached:
     return weights
 
 
-class PayoffTable:
+class TreePayoffs:
     """Exact expected returns between strategies, cached by what each contributes."""
 
     def __init__(self, tree: GameTree) -> None:

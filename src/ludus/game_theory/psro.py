@@ -7,7 +7,7 @@ import numpy as np
 from ludus.game_theory.exploitability import best_response
 from ludus.game_theory.game_tree import Doubles, GameTree
 from ludus.game_theory.meta_solvers import MetaSolver, nash
-from ludus.game_theory.mixtures import PayoffTable, realisation_weights
+from ludus.game_theory.mixtures import TreePayoffs, realisation_weights
 
 
 class ExactPSRO:
@@ -17,7 +17,7 @@ class ExactPSRO:
         self._tree, self._solve = tree, solve
         self.populations: tuple[list[Doubles], list[Doubles]] = ([], [])
         self._weights: tuple[list[Doubles], list[Doubles]] = ([], [])
-        self._table = PayoffTable(tree)
+        self._table = TreePayoffs(tree)
         for player in (0, 1):
             self._add(player, tree.uniform())
         self.meta = self._solve(self.payoffs())

@@ -80,7 +80,7 @@ Pool = tuple[Sequence[str], Doubles]
 
 
 @dataclass(frozen=True)
-class Branch:
+class MatchmakingBranch:
     """A share of a player's matches, and the opponents in these matches."""
 
     share: float
@@ -146,7 +146,7 @@ def _by_pfsp(view: MatchmakingView, player: Player, names: Sequence[str], weight
 # -- the roles of AlphaStar ------------------------------------------------------------------------------------------------
 
 
-def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     match player.role:
         case PlayerRole.MAIN_EXPLOITER:
             return _for_main_exploiter(view, player, settings)
@@ -156,15 +156,18 @@ def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings
             return _for_main(view, player, settings)
 
 
-def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
-    branches = [Branch(settings.main_pfsp, lambda: _all_by_pfsp(view, player, settings))]
+def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
+    branches = [MatchmakingBranch(settings.main_pfsp, lambda: _all_by_pfsp(view, player, settings))]
     mains = _names(view, role=PlayerRole.MAIN) or [player.name]
     verified = settings.main_verification / len(mains)
     rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
     for main in mains:
         against = functools.partial(_self_play_or_snapshots, view, player, main, settings.too_hard)
         verify = functools.partial(_verification, view, player, main, settings)
-        branches += [Branch(verified, lambda verify=verify, against=against: verify() or against()), Branch(rest, against)]  # type: ignore[misc]
+        branches += [
+            MatchmakingBranch(verified, lambda verify=verify, against=against: verify() or against()),
+            MatchmakingBranch(rest, against),
+        ]  # type: ignore[misc]
     return branches
 
 
@@ -194,15 +197,15 @@ def _self_play_or_snapshots(view: MatchmakingView, player: Player, opponent: str
     return _by_pfsp(view, player, past, "variance")
 
 
-def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     mains = _names(view, role=PlayerRole.MAIN)
     too_hard = settings.exploiter_too_hard
     against = [functools.partial(_self_play_or_snapshots, view, player, main, too_hard) for main in mains]
-    return [Branch(1 / len(mains), pool) for pool in against] or _pfsp_all(view, player, settings)
+    return [MatchmakingBranch(1 / len(mains), pool) for pool in against] or _pfsp_all(view, player, settings)
 
 
-def _pfsp_all(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
-    return [Branch(1.0, lambda: _all_by_pfsp(view, player, settings))]
+def _pfsp_all(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
+    return [MatchmakingBranch(1.0, lambda: _all_by_pfsp(view, player, settings))]
 
 
 def _all_by_pfsp(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> Pool:
@@ -214,23 +217,25 @@ def _all_by_pfsp(view: MatchmakingView, player: Player, settings: MatchmakingSet
 # -- other schemes ----------------------------------------------------------------------------------------------------------
 
 
-def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
-    return [Branch(1.0, lambda: _certainly(player.name))]
+def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
+    return [MatchmakingBranch(1.0, lambda: _certainly(player.name))]
 
 
-def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """Every past version of the player with equal probability, itself included."""
-    return [Branch(1.0, lambda: _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))]
+    return [
+        MatchmakingBranch(1.0, lambda: _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))
+    ]
 
 
-def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """OpenAI Five: mostly itself; past versions by the softmax of their quality scores."""
     past = _names(view, role=PlayerRole.HISTORICAL, parent=player.name)
     if not past:
         return _self_play(view, player, settings)
     return [
-        Branch(settings.latest, lambda: _certainly(player.name)),
-        Branch(1 - settings.latest, lambda: (past, quality_probabilities(view.quality, past))),
+        MatchmakingBranch(settings.latest, lambda: _certainly(player.name)),
+        MatchmakingBranch(1 - settings.latest, lambda: (past, quality_probabilities(view.quality, past))),
     ]
 
 
@@ -245,14 +250,14 @@ def quality_after_loss(quality: float, probability: float, pool: int, rate: floa
     return quality - rate / (pool * max(probability, 1e-6))
 
 
-def _round_robin(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _round_robin(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """All other players equally often; matches that are issued one by one go in turn."""
-    return [Branch(1.0, lambda: _equally([name for name in _names(view) if name != player.name] or [player.name]))]
+    return [MatchmakingBranch(1.0, lambda: _equally([name for name in _names(view) if name != player.name] or [player.name]))]
 
 
-def _psro(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[Branch]:
+def _psro(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """The population by its meta-strategy: the player trains a best response to it."""
-    return [Branch(1.0, lambda: meta_strategy(view, settings.meta_solver) or _certainly(player.name))]
+    return [MatchmakingBranch(1.0, lambda: meta_strategy(view, settings.meta_solver) or _certainly(player.name))]
 
 
 def meta_strategy(view: MatchmakingView, solver: str) -> Pool | None:
@@ -270,7 +275,7 @@ def _solve(solver: str, players: int, payoffs: bytes) -> Doubles:
 
 ROUND_ROBIN: Final = "round_robin"
 PSRO: Final = "psro"
-Scheme = Callable[[MatchmakingView, Player, MatchmakingSettings], list[Branch]]
+Scheme = Callable[[MatchmakingView, Player, MatchmakingSettings], list[MatchmakingBranch]]
 SCHEMES: Final[Mapping[str, Scheme]] = {
     "league": _league,
     "self_play": _self_play,

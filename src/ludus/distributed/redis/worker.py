@@ -27,7 +27,7 @@ import torch
 
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
 from ludus.core import renamed, spaces, trust
-from ludus.distributed.match_blocks import MatchBlockSampler, MatchPlan, PinnedSource
+from ludus.distributed.match_blocks import MatchBlockSampler, MatchSamplingPlan, PinnedSource
 from ludus.distributed.redis.messages import (
     END,
     NOTICE,
@@ -376,10 +376,10 @@ def _check_spaces(spec: WorkerSpec, observation: gym.Space[Any], action: gym.Spa
             )
 
 
-def _match_plan(spec: WorkerSpec, policy: Policy) -> MatchPlan:
+def _match_plan(spec: WorkerSpec, policy: Policy) -> MatchSamplingPlan:
     """Raises Damaged."""
     matches = MatchSpec.decode(spec.matches or {})
-    return MatchPlan(
+    return MatchSamplingPlan(
         policy_mapping=matches.policy_mapping,
         descriptions={matches.model: spec.description},
         specs=(replace(session_spec(policy, spec.steps, matches.model), results=matches.results),),
@@ -395,7 +395,7 @@ class _FleetMatchSampler:
     def __init__(
         self,
         copies: EnvCopies,
-        plan: MatchPlan,
+        plan: MatchSamplingPlan,
         source: PolicySource,
         writer: StreamWriter,
         seed: int,

@@ -34,7 +34,7 @@ def read_stakes(env_config: Mapping[str, Any] | None) -> tuple[float, float, flo
     return float(stakes[0]), float(stakes[1]), float(stakes[2])
 
 
-class RockPaperScissors:
+class RockPaperScissorsEnv:
     """A parallel environment of PettingZoo. One throw per match: 0 rock, 1 paper, 2 scissors. The observation is always 0.
 
     With the stakes a (paper against rock), b (scissors against paper) and c (rock against scissors) the only Nash equilibrium plays

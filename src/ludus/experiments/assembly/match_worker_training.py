@@ -12,7 +12,7 @@ from ludus.buffers.model_batches import ModelBatches
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.core.types import Segments
-from ludus.distributed.match_blocks import MatchPlan
+from ludus.distributed.match_blocks import MatchSamplingPlan
 from ludus.distributed.match_results import WORKER_RESULTS, MatchResults
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_plan import SamplingPlan
@@ -130,12 +130,12 @@ def blocks_of_batch(config: AlgorithmConfig) -> int:
     return 1 if config.replays else max(1, -(-config.train_batch_size // _block_steps(config)))
 
 
-def make_match_plan(config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy]) -> MatchPlan:
+def make_match_plan(config: AlgorithmConfig, assignment: AgentAssignment, policies: Mapping[str, Policy]) -> MatchSamplingPlan:
     specs = tuple(replace(spec, results=(*spec.results, *WORKER_RESULTS)) for spec in trained_specs(policies, config))
     settings = replace(sampling_settings(config, _block_steps(config)), joint=True)
     agents, copies = len(assignment.agents), config.num_envs_per_worker
     decisions = recorded_bound(settings, agents, len(specs), copies)
-    return MatchPlan(
+    return MatchSamplingPlan(
         policy_mapping=dict(assignment.agents),
         descriptions={name: policy.description() for name, policy in policies.items()},
         specs=specs,
