@@ -163,12 +163,13 @@ def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettin
     rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
     for main in mains:
         against = functools.partial(_self_play_or_snapshots, view, player, main, settings.too_hard)
-        verify = functools.partial(_verification, view, player, main, settings)
-        branches += [
-            MatchmakingBranch(verified, lambda verify=verify, against=against: verify() or against()),
-            MatchmakingBranch(rest, against),
-        ]  # type: ignore[misc]
+        verify = functools.partial(_verification_or_match, view, player, main, settings)
+        branches += [MatchmakingBranch(verified, verify), MatchmakingBranch(rest, against)]
     return branches
+
+
+def _verification_or_match(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool:
+    return _verification(view, player, opponent, settings) or _self_play_or_snapshots(view, player, opponent, settings.too_hard)
 
 
 def _verification(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool | None:
