@@ -184,7 +184,32 @@ def test_a_training_player_is_rated_by_its_latest_results() -> None:
     assert fitted["main"].elo == pytest.approx(1000 + 400 * math.log10(3), abs=10)
     assert fitted["main.1"].elo == pytest.approx(1000 - 400 * math.log10(9), abs=20)
     assert state.recent["main"].games == 400
-    assert {name: recent.games for name, recent in state.recent.items()} == {"main": 400}
+    assert {name: recent.games for name, recent in state.recent.items()} == {"main": 400, "main.1": 400}
+
+
+def test_a_snapshot_is_rated_by_the_latest_results_of_its_parent() -> None:
+    """Most snapshots never play among themselves: without these results their rating would be the prior."""
+    players = [
+        Player("script", PlayerRole.FIXED, rating=1000.0),
+        Player("main", PlayerRole.MAIN),
+        Player("other", PlayerRole.MAIN),
+    ]
+    state = apply_all(LeagueState(), map(PlayerAdded, players))
+    state = play_matches(state, "main", "script", 300, 0, 100)
+    state = play_matches(state, "main", "other", 5, 0, 5)  # the other one goes on learning: no fixed measure
+    state = apply_all(state, [PlayerTrained("main", 1000, ""), SnapshotTaken("main", "main.1", "")])
+    fitted = fit_league(state)["main.1"]
+    assert fitted.elo == pytest.approx(1000 + 400 * math.log10(3), abs=15)
+    assert fitted.interval < 60
+
+
+def test_a_reset_forgets_the_results_of_the_player_everywhere() -> None:
+    players = [Player("exploiter", PlayerRole.LEAGUE_EXPLOITER), Player("main", PlayerRole.MAIN)]
+    state = apply_all(LeagueState(), map(PlayerAdded, players))
+    state = play_matches(state, "exploiter", "main", 90, 0, 10)
+    unrated = fit_league(LeagueState(players=dict(state.players)))["exploiter"].interval
+    state = apply_all(state, [PlayerTrained("exploiter", 1000, ""), SnapshotTaken("exploiter", "exploiter.1", "", reset=True)])
+    assert fit_league(state)["exploiter"].interval == pytest.approx(unrated, rel=0.2)
 
 
 def test_matches_between_training_players_count_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,3 +34,8 @@ class RecentResults:
             games -= self.entries[dropped].games
             dropped += 1
         return RecentResults((*self.entries[dropped:], added), games)
+
+    def against(self, opponents: Container[str]) -> RecentResults:
+        """Only the results against these opponents."""
+        entries = tuple(entry for entry in self.entries if entry.opponent in opponents)
+        return RecentResults(entries, sum(entry.games for entry in entries))

@@ -190,15 +190,22 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
     after = _with_player(
         added, parent.name, snapshot_steps=parent.steps, generation=generation, generation_steps=begun, model=model
     )
-    if isinstance(after, LeagueState) and event.reset:
-        return replace(
-            after,
-            payoff=after.payoff.without(parent.name),
-            elo={**after.elo, parent.name: ELO_START},
-            skill={**after.skill, parent.name: SkillEstimate()},
-            recent={name: results for name, results in after.recent.items() if name != parent.name},
-        )
-    return after
+    if isinstance(after, Refusal):
+        return after
+    # The snapshot has the weights that played the latest matches of its parent: they rate it until it plays matches of its own.
+    settled = {one.name for one in state.players.values() if not one.role.learns}
+    latest = state.recent.get(parent.name, RecentResults()).against(settled)
+    after = replace(after, recent={**after.recent, event.snapshot: latest})
+    if not event.reset:
+        return after
+    others = {name for name in after.players if name != parent.name}
+    return replace(
+        after,
+        payoff=after.payoff.without(parent.name),
+        elo={**after.elo, parent.name: ELO_START},
+        skill={**after.skill, parent.name: SkillEstimate()},
+        recent={name: results.against(others) for name, results in after.recent.items() if name in others},
+    )
 
 
 # -- matches ----------------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class Coordinator:
         found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
         models = {name: "" if name == player.name else self._state.players[name].model for name in found}
         return tuple(
-            LeagueOpponent(name, models[name], round(probability, 4))
+            LeagueOpponent(name, models[name], float(probability))
             for name, probability in found.items()
             if models[name] or name == player.name
         )
