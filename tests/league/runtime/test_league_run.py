@@ -132,12 +132,12 @@ def test_a_learner_that_dies_is_tried_again_and_then_excluded(tmp_path: Path) ->
     said: list[str] = []
     run(tmp_path / "league", data | {"stop": {"timesteps": 256}}, said)
     trap.touch()
-    state = run(tmp_path / "league", data | {"stop": {"timesteps": 768}}, said).state
+    state = run(tmp_path / "league", data | {"stop": {"timesteps": 5120}}, said).state  # enough turns for the retries in between
     assert "SIGKILL" in state.players["fragile"].quarantine
-    assert (state.players["fragile"].steps, state.players["main"].steps) == (128, 640)
+    assert (state.players["fragile"].steps, state.players["main"].steps) == (128, 4992)
     assert any("fragile failed and is tried again" in line for line in said)
     trap.unlink()
-    healed = run(tmp_path / "league", data | {"stop": {"timesteps": 1280}}, said).state
+    healed = run(tmp_path / "league", data | {"stop": {"timesteps": 5632}}, said).state
     assert not healed.players["fragile"].quarantine
     assert healed.players["fragile"].steps == 640
 
