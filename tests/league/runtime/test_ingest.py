@@ -1,4 +1,4 @@
-"""Reports reach the journal exactly once, whoever is killed."""
+"""Reports reach the journal exactly once, whichever process is killed."""
 
 from __future__ import annotations
 
