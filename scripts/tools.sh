@@ -10,7 +10,7 @@ packages() {
         g++) echo g++ libc6-dev ;;
         mcs | mono) echo mono-mcs mono-runtime ;;
         godot3-server) echo godot3-server ;;
-        promtool) echo prometheus ;;
+        promtool | prometheus) echo prometheus ;;
         nginx) echo nginx-light ;;
         haproxy) echo haproxy ;;
         ip) echo iproute2 ;;

@@ -19,7 +19,19 @@ _INSTALL_S = 240.0  # measured: 5 s for each from the mirror, 25 s for godot4
 _INSTALLABLE = frozenset(
     {
         *("g++", "mcs", "mono", "godot3-server", "godot4"),
-        *("promtool", "nginx", "haproxy", "ip", "unshare", "nsenter", "redis-server", "redis-cli", "fusermount3", "sshfs"),
+        *(
+            "promtool",
+            "prometheus",
+            "nginx",
+            "haproxy",
+            "ip",
+            "unshare",
+            "nsenter",
+            "redis-server",
+            "redis-cli",
+            "fusermount3",
+            "sshfs",
+        ),
         *("sbatch", "srun", "slurmctld", "slurmd", "munged", "sshd", "ssh", "ssh-keygen", "Xvfb", "glxinfo", "eglinfo"),
         *("xvfb-run", "wine"),
     }
