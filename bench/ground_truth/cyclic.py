@@ -26,7 +26,7 @@ from ludus.game_theory.rock_paper_scissors import RockPaperScissors
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import FixedSource
-from ludus.sampling.multi_agent import play_matches
+from ludus.sampling.multi_agent.play import play_matches
 from ludus.sampling.opponents import Opponent
 
 NASH = RockPaperScissors(DEFAULT_STAKES).equilibrium

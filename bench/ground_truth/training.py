@@ -15,16 +15,12 @@ from ludus.envs.pettingzoo import make_match
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
-from ludus.sampling.multi_agent import (
-    EnvCopies,
-    MatchBatch,
-    MatchBatches,
-    MultiAgentSampler,
-    MultiAgentSettings,
-    PolicySet,
-    SeatAgents,
-    Seating,
-)
+from ludus.sampling.multi_agent.batches import MatchBatches, MultiAgentSettings
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.match_runner import MatchRunner
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
+from ludus.sampling.multi_agent.seating import SeatAgents, Seating
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory
 
@@ -118,7 +114,7 @@ class LeagueLearner:
     def metric(self, name: str) -> float:
         return self.trainer.metrics.get(name, float("nan"))
 
-    def _make_seating(self, matches: MatchBatch, policies: PolicySet) -> SeatAgents:
+    def _make_seating(self, matches: MatchRunner, policies: PolicySet) -> SeatAgents:
         self._matches, self._policies = matches, policies
         return self._seat
 

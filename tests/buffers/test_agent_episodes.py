@@ -13,14 +13,9 @@ from ludus.buffers.collate import packed_rows
 from ludus.core.types import Segments, SegmentSpec
 from ludus.envs.pettingzoo import match_of
 from ludus.errors import EnvironmentFault
-from ludus.sampling.multi_agent import (
-    EnvCopies,
-    MatchBatches,
-    MultiAgentSampler,
-    MultiAgentSettings,
-    match_batches,
-    recorded_bound,
-)
+from ludus.sampling.multi_agent.batches import MatchBatches, MultiAgentSettings, match_batches, recorded_bound
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.segment_recorder import session_spec
 from tests.matches import ScriptParallel, ScriptTurns, Simple
 from tests.sampling.test_multi_agent import CAST, STEPS, Versions, lives_of, made

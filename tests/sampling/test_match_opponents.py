@@ -15,7 +15,9 @@ from ludus.envs.pettingzoo import match_of
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.sampling.match_opponents import result_names, seat_self_play
-from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings
+from ludus.sampling.multi_agent.batches import MatchBatches, MultiAgentSettings
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory
 

@@ -20,16 +20,10 @@ from ludus.models.distributions import EpsilonGreedy
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
 from ludus.sampling.episode_runner import EpisodePlan, Score
-from ludus.sampling.multi_agent import (
-    CopyShare,
-    EnvCopies,
-    MatchBatches,
-    MultiAgentSampler,
-    MultiAgentSettings,
-    Step,
-    play_episode,
-    play_matches,
-)
+from ludus.sampling.multi_agent.batches import MatchBatches, MultiAgentSettings
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.play import CopyShare, Step, play_episode, play_matches
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.opponents import RANDOM, Opponent
 from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.trained_agent import TrainedAgent

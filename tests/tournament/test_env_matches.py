@@ -25,7 +25,7 @@ from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import BatchDecision, Policy
 from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
-from ludus.sampling.multi_agent import play_episode
+from ludus.sampling.multi_agent.play import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
 from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players

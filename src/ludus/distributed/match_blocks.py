@@ -13,7 +13,9 @@ from ludus.distributed.match_results import EpisodeTotals
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.match_opponents import seat_self_play
-from ludus.sampling.multi_agent import EnvCopies, MultiAgentSampler, MultiAgentSettings, match_batches
+from ludus.sampling.multi_agent.batches import MultiAgentSettings, match_batches
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.sampler import Interruption, SamplerTimes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ludus.core.statistics import ResultWindow
 from ludus.core.types import Segments
-from ludus.sampling.multi_agent import MatchBatch
+from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.opponents import ZERO_SUM, ZeroSum
 
 _RETURN, _LENGTH = "agent_return", "agent_length"
@@ -18,7 +18,7 @@ WORKER_RESULTS = (ZERO_SUM, _RETURN, _LENGTH)
 class EpisodeTotals:
     """In a worker: adds the episodes of single agents to the blocks of their model."""
 
-    def __init__(self, matches: MatchBatch) -> None:
+    def __init__(self, matches: MatchRunner) -> None:
         self._recent = matches.recent
         self._reported = {model: [0.0, 0.0, 0.0] for model in self._recent}
 

@@ -21,7 +21,7 @@ from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.host import keep_freed_memory
 from ludus.process.workers.supervisor import Context
-from ludus.sampling.multi_agent import EnvCopies
+from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.sampler import Interruption, Sampler
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.shared_memory import SharedWriter

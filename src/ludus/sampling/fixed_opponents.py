@@ -9,7 +9,9 @@ import numpy as np
 
 from ludus.config.schema import SelfPlayConfig
 from ludus.models.policy import Policy
-from ludus.sampling.multi_agent import MatchBatch, PolicySet, SeatAgents, Seating
+from ludus.sampling.multi_agent.match_runner import MatchRunner
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.seating import SeatAgents, Seating
 
 FIXED: Final = "fixed"
 """Name of these opponents in `self_play.opponents` and in results."""
@@ -40,10 +42,10 @@ class FixedSides:
 
 def seat_fixed_opponents(
     settings: SelfPlayConfig, policy_mapping: Mapping[str, str], opponents: Mapping[str, Policy], seed: int
-) -> Callable[[MatchBatch, PolicySet], SeatAgents]:
+) -> Callable[[MatchRunner, PolicySet], SeatAgents]:
     """Return what makes the seating of a sampler. `opponents`: agent → policy."""
 
-    def make(matches: MatchBatch, policies: PolicySet) -> SeatAgents:
+    def make(matches: MatchRunner, policies: PolicySet) -> SeatAgents:
         models: dict[int, str] = {}
         for policy in opponents.values():
             if id(policy) not in models:

@@ -22,7 +22,7 @@ from ludus.models.policy import Policy
 from ludus.sampling.league_files import LeagueOpponent, MatchmakingWatch, ResultSpool
 from ludus.sampling.league_policies import load_league_policy
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent import FinishedMatch
+from ludus.sampling.multi_agent.seating import FinishedMatch
 
 log = logging.getLogger(__name__)
 

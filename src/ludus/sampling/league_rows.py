@@ -27,7 +27,7 @@ from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents
 from ludus.sampling.league_policies import RULE
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent import FinishedMatch, Seating
+from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
 
 _LEARNING, _OPPONENT = "learning", "opponent"
 _SIDES: Final = Seating({}, frozenset({_LEARNING}), LEAGUE)

@@ -21,7 +21,9 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import PolicySource
-from ludus.sampling.multi_agent import FinishedMatch, MatchBatch, PolicySet, SeatAgents, Seating
+from ludus.sampling.multi_agent.match_runner import MatchRunner
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.seating import FinishedMatch, SeatAgents, Seating
 from ludus.sampling.self_play import OpponentDraw, PolicyHistory
 
 log = logging.getLogger(__name__)
@@ -115,11 +117,11 @@ def result_names(settings: SelfPlayConfig) -> tuple[str, ...]:
 
 def seat_self_play(
     settings: SelfPlayConfig, policy_mapping: Mapping[str, str], source: PolicySource, seed: int, run: Path | None = None
-) -> Callable[[MatchBatch, PolicySet], SeatAgents]:
+) -> Callable[[MatchRunner, PolicySet], SeatAgents]:
     """Return a function that seats the agents of a sampler. `source`: of the model that learns. `run`: may have stored earlier versions."""
     (model,) = set(policy_mapping.values())
 
-    def make(matches: MatchBatch, policies: PolicySet) -> SeatAgents:
+    def make(matches: MatchRunner, policies: PolicySet) -> SeatAgents:
         if settings.opponents == "league":
             opponents = _league_opponents(settings, model, source, matches, policies)
         else:
@@ -131,7 +133,7 @@ def seat_self_play(
 
 
 def _own_versions(
-    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchBatch, policies: PolicySet, run: Path | None
+    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchRunner, policies: PolicySet, run: Path | None
 ) -> OpponentChooser:
     history = PolicyHistory(settings, model)
     policy, version = source.newest()
@@ -142,7 +144,7 @@ def _own_versions(
 
 
 def _league_opponents(
-    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchBatch, policies: PolicySet
+    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchRunner, policies: PolicySet
 ) -> OpponentChooser:
     from ludus.sampling.league_opponents import LeagueOpponents  # imports this module
 

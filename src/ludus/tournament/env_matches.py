@@ -35,7 +35,8 @@ from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.runs.checkpoint import agents_of
 from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import episode_step_limit
-from ludus.sampling.multi_agent import EnvCopies, Step, step_of
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.play import Step, step_of
 from ludus.tournament.contestants import Contestant, TrainedContestant
 from ludus.tournament.players import ActionRequest, MatchPlayer, NoAction, make_player
 from ludus.tournament.result import SIDES, WHO, HeroStats, MatchResult, Who, contestant_in_camp, failure_text

@@ -24,7 +24,7 @@ from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, U
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
 from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
-from ludus.sampling.multi_agent import PolicySet, plain_action
+from ludus.sampling.multi_agent.policy_set import PolicySet, plain_action
 from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, ServedContestant
 from ludus.tournament.result import MAX_REASON_CHARS, failure_text

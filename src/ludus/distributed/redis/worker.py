@@ -60,7 +60,8 @@ from ludus.models.weights.version_store import PolicySource
 from ludus.process.host import keep_freed_memory
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
-from ludus.sampling.multi_agent import EnvCopies, MultiAgentSettings
+from ludus.sampling.multi_agent.batches import MultiAgentSettings
+from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.self_play import with_past_opponents

@@ -28,16 +28,12 @@ from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.policy import Policy
 from ludus.process.host import usable_cores
-from ludus.sampling.multi_agent import (
-    EnvCopies,
-    MatchBatch,
-    MatchBatches,
-    MultiAgentSampler,
-    PolicySet,
-    SeatAgents,
-    Seating,
-    match_batches,
-)
+from ludus.sampling.multi_agent.batches import MatchBatches, match_batches
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.match_runner import MatchRunner
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.sampler import MultiAgentSampler
+from ludus.sampling.multi_agent.seating import SeatAgents, Seating
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
@@ -240,7 +236,7 @@ def measure_matches(env: str, algorithm: type[Algorithm], config: AlgorithmConfi
         return _repeat(measure_steps(min(_FEW_STEPS if slow else _STEPS, config.steps)).measure)
 
 
-def _seat_one_side(agents: Mapping[str, str], self_play: SelfPlayConfig) -> Callable[[MatchBatch, PolicySet], SeatAgents] | None:
+def _seat_one_side(agents: Mapping[str, str], self_play: SelfPlayConfig) -> Callable[[MatchRunner, PolicySet], SeatAgents] | None:
     """With self-play one side is recorded; opponents from the past cost as much as the newest version."""
     if self_play.opponents is None:
         return None

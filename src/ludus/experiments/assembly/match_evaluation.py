@@ -34,7 +34,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.models.centralized_critic import OWN, STATE
 from ludus.models.policy import Policy
 from ludus.sampling.episode_runner import Score, preserve_random_state
-from ludus.sampling.multi_agent import EnvCopies
+from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.opponents import RANDOM, Opponent, ZeroSum
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ludus.algorithms.run_clock import RunClock
-from ludus.algorithms.trainer import Trainer
 from ludus.buffers.model_batches import TrimmedBatches
 from ludus.buffers.segment_validation import SegmentValidator
 from ludus.distributed.match_blocks import plain_settings
@@ -13,16 +12,12 @@ from ludus.distributed.match_results import MatchResults
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.redis.learner import BatchSettings
 from ludus.distributed.redis.messages import MatchSpec
-from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents, add_controller
+from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents
 from ludus.experiments.assembly.fleet_training import max_block_age, open_fleet, worker_spec
-from ludus.experiments.assembly.learners import open_learning_run
-from ludus.experiments.assembly.match_evaluation import find_opponent, make_match_evaluation
-from ludus.experiments.assembly.match_worker_training import blocks_of_batch, make_match_plan, probe_agents
-from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.multi_agent_training import make_policies
+from ludus.experiments.assembly.match_learning import open_match_learning, probe_agents
+from ludus.experiments.assembly.match_worker_training import blocks_of_batch, make_match_plan
 from ludus.experiments.assembly.worker_training import newest_weights
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.sampling.match_opponents import result_names
 from ludus.transport.shared_memory import BlockLayout
 
@@ -32,17 +27,12 @@ def assemble_match_fleet(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     resolved = prepared.resolved
     e, config = resolved.experiment, resolved.config
     assert config.multiagent is not None
-    clock = RunClock(e.stop.time_s)
-    stop = StopCheck(hooks.interrupted, clock)
+    (model,) = config.multiagent.names()
+    stop = StopCheck(hooks.interrupted, RunClock(e.stop.time_s))
 
     assignment = probe_agents(e.env, config, stop)
-    opponent = find_opponent(assignment, config)
-    (model,) = config.multiagent.names()
-    each = {model: policy_config(resolved.algorithm.Config, config, model)}
-    policies = make_policies(assignment, each, prepared, hooks)
-    check_memory(resolved, policies)
-
-    learning = open_learning_run(prepared, policies, stack, each)
+    match_learning = open_match_learning(assignment, prepared, hooks, stack, stop)
+    learning, policies = match_learning.learning, match_learning.policies
     pool = learning.pool
 
     plan = make_match_plan(config, assignment, policies)
@@ -58,15 +48,9 @@ def assemble_match_fleet(prepared: PreparedRun, hooks: RunHooks, stack: Componen
             lambda: newest_weights(pool, model), lambda version: 0, results.metrics,
         )
     )  # fmt: skip
-    trainer = Trainer(
-        learning.algorithms,
+    return match_learning.add_trainer(
+        fleet,
         TrimmedBatches(fleet.batches, result_names(config.self_play), results.add),
         PublishingPool(pool, lambda name, version: fleet.publish(*newest_weights(pool, model))),
-        smoothing=config.metrics_num_episodes_for_smoothing,
-        by_model=False,
-        clock=clock,
+        results.zero_sum,
     )
-    evaluation = make_match_evaluation(
-        resolved, assignment, policies, opponent, results.zero_sum, learning.run, stop, hooks.announce
-    )
-    return add_controller(prepared, hooks, stack, learning, fleet, trainer, evaluation)

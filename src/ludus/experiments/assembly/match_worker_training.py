@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ludus.algorithms.run_clock import RunClock
-from ludus.algorithms.trainer import Trainer
 from ludus.buffers.collate import packed_rows
 from ludus.buffers.model_batches import ModelBatches
 from ludus.config.schema import AlgorithmConfig
@@ -23,46 +22,29 @@ from ludus.experiments.assembly.components import (
     PreparedRun,
     RunHooks,
     TrainingComponents,
-    add_controller,
     whole_agent_episodes,
 )
-from ludus.experiments.assembly.learners import open_learning_run
-from ludus.experiments.assembly.match_evaluation import (
-    AgentAssignment,
-    assign_agents,
-    find_opponent,
-    make_match,
-    make_match_evaluation,
-)
-from ludus.experiments.assembly.memory_estimate import check_memory
-from ludus.experiments.assembly.multi_agent_training import make_policies, sampling_settings, trained_specs
+from ludus.experiments.assembly.match_evaluation import AgentAssignment
+from ludus.experiments.assembly.match_learning import open_match_learning, probe_agents
+from ludus.experiments.assembly.multi_agent_training import sampling_settings, trained_specs
 from ludus.experiments.assembly.worker_training import BATCHES_AHEAD, cluster_nodes, code_bundle_of, worker_restart
 from ludus.experiments.control.stopping import StopCheck
-from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.match_opponents import result_names
-from ludus.sampling.multi_agent import recorded_bound
+from ludus.sampling.multi_agent.batches import recorded_bound
 
 
 def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
     """Make the components of a run whose matches are played by workers, with one algorithm for every policy."""
     resolved = prepared.resolved
     e, config = resolved.experiment, resolved.config
-    section = config.multiagent
-    assert section is not None
-    clock = RunClock(e.stop.time_s)
-    stop = StopCheck(hooks.interrupted, clock)
+    stop = StopCheck(hooks.interrupted, RunClock(e.stop.time_s))
 
     connect = cluster_nodes(resolved.cluster, hooks.announce, stack)  # first: the cluster may be unreachable
     assignment = probe_agents(e.env, config, stop)
-    opponent = find_opponent(assignment, config)
-
-    each = {name: policy_config(resolved.algorithm.Config, config, name) for name in section.names()}
-    policies = make_policies(assignment, each, prepared, hooks)
-    check_memory(resolved, policies)
-
-    learning = open_learning_run(prepared, policies, stack, each)
+    match_learning = open_match_learning(assignment, prepared, hooks, stack, stop)
+    learning, policies = match_learning.learning, match_learning.policies
     run, pool, models = learning.run, learning.pool, list(policies)
 
     plan = make_plan(e.env, config, assignment, policies, prepared.environment_seed)
@@ -89,28 +71,8 @@ def assemble_match_workers(prepared: PreparedRun, hooks: RunHooks, stack: Compon
         results=result_names(config.self_play),
     )
 
-    trainer = Trainer(
-        learning.algorithms,
-        whole_agent_episodes(batches, config),
-        PublishingPool(pool, lambda name, version: sampling.publish(*newest_of_all(pool, models))),
-        smoothing=config.metrics_num_episodes_for_smoothing,
-        by_model=False,
-        clock=clock,
-    )
-    evaluation = make_match_evaluation(
-        resolved, assignment, policies, opponent, results.zero_sum, learning.run, stop, hooks.announce
-    )
-    return add_controller(prepared, hooks, stack, learning, sampling, trainer, evaluation)
-
-
-def probe_agents(env: str, config: AlgorithmConfig, stop: StopCheck) -> AgentAssignment:
-    assert config.multiagent is not None
-    with stop.interruptible():
-        match = make_match(env, config)
-        try:
-            return assign_agents(match, config.multiagent)
-        finally:
-            match.close()
+    publisher = PublishingPool(pool, lambda name, version: sampling.publish(*newest_of_all(pool, models)))
+    return match_learning.add_trainer(sampling, whole_agent_episodes(batches, config), publisher, results.zero_sum)
 
 
 def _count_steps(block: Segments) -> int:

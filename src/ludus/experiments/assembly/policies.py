@@ -192,7 +192,7 @@ def measure_largest_values_of_agents(
     """The same by model, in matches of several agents. `central`: of the agents' own observations."""
     from ludus.envs.pettingzoo import sample_action
     from ludus.models.centralized_critic import OWN
-    from ludus.sampling.multi_agent import plain_action
+    from ludus.sampling.multi_agent.policy_set import plain_action
 
     largest: dict[str, dict[str, int]] = {model: {} for model in agents.values()}
     random = np.random.default_rng(seed)

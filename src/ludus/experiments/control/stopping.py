@@ -67,24 +67,24 @@ class StopCheck:
     """
 
     def __init__(self, interrupted: Callable[[], bool], clock: RunClock) -> None:
-        self._interrupted, self._clock = interrupted, clock
+        self._interrupted, self.clock = interrupted, clock
         self._signal = interrupted if isinstance(interrupted, StopSignal) else None
 
     def before_step(self) -> None:
         """Before a step of training: start the clock of the run. Raises Interrupted."""
-        if not self._clock.started:
+        if not self.clock.started:
             self._start()
         self.raise_if_due()
 
     def _start(self) -> None:
-        self._clock.start()
-        left = self._clock.left_s
+        self.clock.start()
+        left = self.clock.left_s
         if self._signal is not None and left is not None:
             self._signal.interrupt_later(max(0.0, left) + FINAL_EVALUATION_S)
 
     def raise_if_due(self) -> None:
         """Raises Interrupted."""
-        if self._interrupted() or self._clock.is_up():
+        if self._interrupted() or self.clock.is_up():
             raise Interrupted
 
     def before_evaluation_step(self) -> None:
@@ -93,7 +93,7 @@ class StopCheck:
             raise Interrupted
 
     def ends_evaluation(self) -> bool:
-        return self._interrupted() or self._clock.is_up(FINAL_EVALUATION_S)
+        return self._interrupted() or self.clock.is_up(FINAL_EVALUATION_S)
 
     def interruptible(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._signal is None else self._signal.interruptible()

@@ -33,7 +33,8 @@ from ludus.models.weights import serialization
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.process.workers.supervisor import Context
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, preserve_random_state
-from ludus.sampling.multi_agent import CopyShare, EnvCopies, play_matches
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.play import CopyShare, play_matches
 from ludus.sampling.opponents import RANDOM, Opponent
 
 Sources = Mapping[str, PolicySource]

@@ -57,7 +57,7 @@ from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context
 from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score, episode_step_limit
-from ludus.sampling.multi_agent import Step, play_episode
+from ludus.sampling.multi_agent.play import Step, play_episode
 from ludus.sampling.trained_agent import TrainedAgent
 
 log = logging.getLogger(__name__)

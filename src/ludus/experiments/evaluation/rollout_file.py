@@ -18,7 +18,7 @@ from ludus.core.tree import Array, Tree, leaves
 from ludus.errors import Damaged, EnvironmentFault, NotFound, StoreFull
 
 if TYPE_CHECKING:
-    from ludus.sampling.multi_agent import Step
+    from ludus.sampling.multi_agent.play import Step
 
 FINAL = "final."
 """Prefix of columns with one row per episode: the observation after its last step."""

@@ -19,7 +19,10 @@ from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import load_league_policy
-from ludus.sampling.multi_agent import EnvCopies, FinishedMatch, MatchBatch, PolicySet, Seating
+from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.match_runner import MatchRunner
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
 
 _ROWS: Final = 32
 """Matches that are played at the same time."""
@@ -108,7 +111,7 @@ def _play(
         spool.add(task.player, task.opponent, 0, match.score, match.gain)
 
     all_agents = dict.fromkeys((agent for side in sides for agent in side), _OWN)
-    matches = MatchBatch(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
+    matches = MatchRunner(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
     with loaded.acting():
         while any(left) and not interrupted():
             matches.tick(lambda number: left[number] > 0)
