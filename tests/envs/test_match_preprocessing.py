@@ -16,6 +16,7 @@ from ludus.core.tree import Tree, leaves
 from ludus.envs.matches.preprocessing import preprocess_match
 from ludus.envs.pettingzoo import Departure, MatchStep, MultiAgentMatch, make_match, match_of
 from ludus.envs.preprocessing import preprocess_env
+from ludus.envs.vector_env import make_environments
 from ludus.errors import ConfigError
 from tests.matches import ScriptParallel, ScriptTurns, Simple
 
@@ -190,6 +191,11 @@ def _compare(make: Callable[[], Any], config: PreprocessConfig) -> None:
             assert (last is None) == expected[-1][2], "a terminated episode needs no last observation"
 
 
+def test_videos_with_skipped_frames_have_the_speed_of_the_game() -> None:
+    skipped = preprocess_match(match_of(Simple(), "simple"), PreprocessConfig(frame_skip=4, stack=2))
+    assert (Simple.metadata["render_fps"], skipped.metadata["render_fps"]) == (10, 2.5)
+
+
 def test_matches_start_with_some_idle_steps_whose_rewards_do_not_count() -> None:
     env = Screens()
     match = preprocess_match(match_of(env, "screens"), PreprocessConfig(noop_max=3))
@@ -269,6 +275,63 @@ def test_a_part_that_networks_cannot_read_can_be_dropped() -> None:
 def test_what_does_not_apply_is_refused_by_name(name: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_match(name, preprocess=PreprocessConfig(**settings))
+
+
+def marks(match: MultiAgentMatch, part: str | None) -> dict[str, list[float]]:
+    """What marks each agent in its first observation, which is in its space: a part, or the last numbers of a vector."""
+    found = {}
+    for turn in match.reset(1).turns:
+        space, seen = match.agents[turn.agent].observation, turn.observation
+        assert space.contains(seen), space
+        found[turn.agent] = (seen[-len(match.agents) :] if part is None else seen[part]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("make", [Screens, take_turns], ids=["at once", "in turn"])
+def test_an_indicator_tells_the_agents_apart(make: Callable[[], Any]) -> None:
+    parts = preprocess_match(match_of(make(), "screens"), PreprocessConfig(agent_indicator=True, stack=2))
+    agents = list(AGENTS)
+    expected = {agent: np.eye(3)[agents.index(agent)].tolist() for agent in agents}
+    found = marks(parts, "agent")
+    assert found == {agent: expected[agent] for agent in found}
+    flat = preprocess_match(match_of(make(), "screens"), PreprocessConfig(agent_indicator=True, flatten=True))
+    assert marks(flat, None) == found
+    plain = preprocess_match(match_of(make(), "screens"), PreprocessConfig(stack=2))
+    for one, other in zip(parts.reset(1).turns, plain.reset(1).turns, strict=True):
+        rest = {key: value for key, value in dict(one.observation).items() if key != "agent"}
+        assert_same(rest, other.observation)
+
+
+def test_an_indicator_stands_beside_an_image() -> None:
+    config = PreprocessConfig(agent_indicator=True, drop=["speed"], flatten=False)
+    match = preprocess_match(match_of(Screens(), "screens", ["speed"]), config)
+    assert set(match.agents["long"].observation.spaces) == {"screen", "agent"}  # type: ignore[attr-defined]
+    alone = preprocess_match(match_of(Pictures(), "pictures"), PreprocessConfig(agent_indicator=True, stack=2))
+    assert marks(alone, "agent") == {"left": [1.0, 0.0], "right": [0.0, 1.0]}
+    assert alone.agents["left"].observation["observation"].shape == (4, 4, 2)  # type: ignore[index]
+
+
+class Pictures(ParallelEnv):  # type: ignore[misc] # PettingZoo has no types
+    """Two agents that see the same picture."""
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "pictures", "render_modes": []}
+    render_mode = None
+    possible_agents: ClassVar[list[str]] = ["left", "right"]
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return gym.spaces.Box(0, 255, (4, 4, 1), np.uint8)
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return gym.spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents = list(self.possible_agents)
+        return dict.fromkeys(self.agents, np.full((4, 4, 1), 7, np.uint8)), {agent: {} for agent in self.agents}
+
+
+def test_an_indicator_needs_several_agents() -> None:
+    with pytest.raises(ConfigError, match=r"preprocess\.agent_indicator: CartPole-v1 has one agent"):
+        make_environments("CartPole-v1", 1, preprocess=PreprocessConfig(agent_indicator=True))
 
 
 def test_games_of_openspiel_have_stacks_and_limits_too() -> None:

@@ -173,6 +173,15 @@ def test_skipped_frames_sum_their_rewards_and_stop_at_the_end() -> None:
     assert (reward, terminated) == (50 + 60, True)
 
 
+def test_videos_with_skipped_frames_have_the_speed_of_the_game() -> None:
+    film = Film()
+    film.metadata = {"render_fps": 60}
+    assert dressed(film, frame_skip=4).metadata["render_fps"] == 15
+    assert film.metadata == {"render_fps": 60}
+    film.metadata = {}
+    assert "render_fps" not in dressed(film, frame_skip=4).metadata
+
+
 def test_a_lost_life_ends_the_episode_and_not_the_game() -> None:
     env = dressed(Film(lives=2), episodic_life=True)
     env.reset(seed=0)

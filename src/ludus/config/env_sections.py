@@ -98,6 +98,11 @@ class PreprocessConfig(ConfigSection):
     drop: list[Annotated[str, Field(min_length=1)]] | None = Field(
         None, description="Parts of a Dict observation to remove, such as [mission]; a nested part is written outer.inner."
     )
+    agent_indicator: bool | None = Field(
+        None,
+        description="With several agents: add a one-hot mark of the agent to its observation, for one policy that plays agents with equal "
+        "observations. A vector of floats gets one more number per agent; another observation gets the part `agent`.",
+    )
 
     @model_validator(mode="before")
     @classmethod

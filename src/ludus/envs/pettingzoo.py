@@ -31,6 +31,7 @@ from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
 from ludus.envs.faults import close_quietly, construction_errors, environment_errors
+from ludus.envs.matches import pettingzoo_atari
 from ludus.envs.preprocessing import drop_parts, known_parts
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
@@ -296,9 +297,10 @@ def _load_factory(name: str) -> Callable[..., Any]:
             warnings.simplefilter("ignore", DeprecationWarning)  # PettingZoo is changing how it names its environments
             module = importlib.import_module(f"{known[rest]}.{rest}")
     except ImportError as error:
-        raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
+        extra = pettingzoo_atari.EXTRA if known[rest] == pettingzoo_atari.PACKAGE else "pettingzoo"
+        raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{extra}]'") from error
     made: Callable[..., Any] = getattr(module, "parallel_env", None) or module.env
-    return made
+    return pettingzoo_atari.with_roms(made, name) if known[rest] == pettingzoo_atari.PACKAGE else made
 
 
 def _modules(package_name: str) -> list[str]:

@@ -122,6 +122,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: Env, times: int) -> None:
         super().__init__(env)
         self._times = times
+        self.metadata = skip_frames_of_video(env.metadata, times)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         total: Any = 0.0
@@ -131,6 +132,12 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
             if terminated or truncated:
                 break
         return observation, total, terminated, truncated, info
+
+
+def skip_frames_of_video(metadata: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """Metadata of an environment that shows every n-th frame only: videos have the speed of the game."""
+    rate = metadata.get("render_fps")
+    return dict(metadata) | ({"render_fps": rate / times} if rate else {})
 
 
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):

@@ -318,6 +318,11 @@ class _EnvBuilder:
                 f"preprocess.standard: {name} has no standard preprocessing; it exists for images of Atari games and for ViZDoom.",
                 "Set the steps explicitly: frame_skip, grey, resize, stack …",
             )
+        if preprocess.agent_indicator:
+            raise ConfigError(
+                f"preprocess.agent_indicator: {name} has one agent; it marks the agents of an environment with several.",
+                "Leave it out.",
+            )
         if self.makes_vectors and (self.wrappers or not is_plain(preprocess)):
             what = self.wrappers[0].name if self.wrappers else "preprocess"
             raise ConfigError(

@@ -5,9 +5,9 @@ Observations go through the wrappers of single environments (`envs/preprocessing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import gymnasium as gym
 import numpy as np
@@ -17,14 +17,18 @@ from ludus.core.tree import Tree
 from ludus.envs.pettingzoo import AgentSpaces, Departure, MatchStep, MatchWrapper, MultiAgentMatch, ParallelMatch, Turn
 from ludus.envs.preprocessing import (
     Clip,
+    Leaf,
     has_images,
     is_plain,
     noop_action,
     preprocess_observations,
     reward_clip,
+    skip_frames_of_video,
 )
 from ludus.errors import ConfigError
 
+AGENT: Final = "agent"
+"""Part of an observation that marks the agent, see `preprocess.agent_indicator`."""
 _NOOPS = 3  # the random stream of no-op starts, apart from the others that come from the seed of a reset
 
 
@@ -99,6 +103,10 @@ class FrameSkipMatch(MatchWrapper):
         super().__init__(match)
         self._times = times
         self._gained: dict[str, float] = {}  # agent → rewards of repeated actions, which its next turn reports
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return skip_frames_of_video(self.match.metadata, self._times)
 
     def reset(self, seed: int) -> MatchStep:
         self._gained.clear()
@@ -182,8 +190,10 @@ class ObservationMatch(MatchWrapper):
         undropped = config.model_copy(update={"drop": None})  # the match has removed parts already: they may be of any space
         blind = undropped.model_copy(update={"grey": None, "resize": None})
         self._observers = {
-            agent: AgentObserver(space, undropped if agent in with_images else blind, f"{agent!r} of {match.name}")
-            for agent, space in spaces.items()
+            agent: AgentObserver(
+                space, undropped if agent in with_images else blind, f"{agent!r} of {match.name}", number, len(spaces)
+            )
+            for number, (agent, space) in enumerate(spaces.items())
         }
         self.agents: Mapping[str, AgentSpaces] = {
             agent: replace(own, observation=self._observers[agent].space) for agent, own in match.agents.items()
@@ -214,11 +224,15 @@ class ObservationMatch(MatchWrapper):
 class AgentObserver:
     """Preprocesses the observations of one agent, with the wrappers of single environments."""
 
-    def __init__(self, space: gym.Space[Any], config: PreprocessConfig, name: str) -> None:
+    def __init__(self, space: gym.Space[Any], config: PreprocessConfig, name: str, number: int, agents: int) -> None:
+        """`number`: of the agent, from 0 up to the number of `agents`."""
         self._feed = _ObservationFeed(space)
         self._env = preprocess_observations(self._feed, config, name)
         self._begins = True
-        self.space = self._env.observation_space
+        self.space: gym.Space[Any] = self._env.observation_space
+        self._mark: Callable[[Any], Tree] | None = None
+        if config.agent_indicator:
+            self.space, self._mark = _agent_indicator(self.space, number, agents, name)
 
     def reset(self) -> None:
         """The next observation is the first one of an episode."""
@@ -228,7 +242,26 @@ class AgentObserver:
         self._feed.observation = observation
         seen: Tree = self._env.reset()[0] if self._begins else self._env.step(None)[0]
         self._begins = False
-        return seen
+        return seen if self._mark is None else self._mark(seen)
+
+
+def _agent_indicator(space: gym.Space[Any], number: int, agents: int, name: str) -> Leaf:
+    """Return the space with a one-hot mark of the agent, and the function that adds the mark. Raises ConfigError.
+
+    The mark is at the end of a vector of floats; otherwise it is the part `agent`.
+    """
+    mark, mark_space = np.eye(agents, dtype=np.float32)[number], gym.spaces.Box(0.0, 1.0, (agents,), np.float32)
+    if isinstance(space, gym.spaces.Dict):
+        if AGENT in space.spaces:
+            raise ConfigError(
+                f"preprocess.agent_indicator: the observation of {name} already has a part {AGENT!r}.", "Leave it out."
+            )
+        return gym.spaces.Dict({**space.spaces, AGENT: mark_space}), lambda seen: {**seen, AGENT: mark}
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating):
+        low, high = np.append(space.low, mark_space.low), np.append(space.high, mark_space.high)
+        return gym.spaces.Box(low, high, dtype=space.dtype.type), lambda seen: np.append(seen, mark)
+    whole = gym.spaces.Dict({"observation": space, AGENT: mark_space})
+    return whole, lambda seen: {"observation": seen, AGENT: mark}
 
 
 class _ObservationFeed(gym.Env[Any, Any]):
