@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.leagues.pong import BALL_AHEAD, BALL_HEIGHT, BALL_IN_PLAY, DOWN, FIRE, NOTHING, OTHER_Y, OWN_Y, UP, follow_ball, observe
+from examples.leagues.pong import BALL_AHEAD, BALL_BELOW, BALL_Y, DOWN, NOTHING, OTHER_Y, OWN_Y, UP, follow_ball, observe
 from ludus.config.schema import PreprocessConfig
 from ludus.core.tree import leaves
 from ludus.envs.pettingzoo import MatchStep, make_match
 from ludus.errors import EnvironmentFault, MissingExtra
 
 PONG = "pettingzoo/pong_v3"
+OBJECTS = "examples.leagues.pong:PongObjects"
 EXTRA = "pip install 'ludus[pettingzoo-atari]'"
 
 
@@ -114,15 +115,13 @@ def test_both_players_see_the_field_from_the_same_side() -> None:
     np.testing.assert_array_equal(for_right, for_left)
     assert for_right[BALL_AHEAD] > 0, "the ball is near the own paddle"
     assert for_right[OWN_Y] > for_right[OTHER_Y]
+    assert for_right[BALL_BELOW] == -2, "it is far above the own paddle"
 
 
-def test_the_script_follows_the_ball_and_serves() -> None:
-    assert follow_ball(observe(memory((0, 0), 100, 100), right=True), None) == FIRE
-    assert follow_ball(observe(memory((150, 106), 50, 100), right=True), None) == NOTHING
-    assert follow_ball(observe(memory((150, 150), 150, 100), right=True), None) == DOWN
-    assert follow_ball(observe(memory((150, 60), 60, 100), right=True), None) == UP
-    stacked = np.concatenate([observe(memory((0, 0), 9, 9), right=True), observe(memory((150, 60), 60, 100), right=True)])
-    assert follow_ball(stacked, None) == UP
+def test_the_script_follows_the_ball() -> None:
+    middle, low, high = (observe(memory((150, y), 50, 100), right=True) for y in (106, 150, 60))
+    assert [follow_ball(seen, None) for seen in (middle, low, high)] == [NOTHING, DOWN, UP]
+    assert follow_ball(np.concatenate([low, high]), None) == UP, "the newest observation counts"
 
 
 BALL, RIGHT, LEFT = (236, 236, 236), (92, 186, 92), (213, 130, 74)
@@ -132,27 +131,29 @@ BALL, RIGHT, LEFT = (236, 236, 236), (92, 186, 92), (213, 130, 74)
 def centre(picture: Any, colour: tuple[int, int, int]) -> tuple[float, float] | None:
     """(x, y) of the middle of everything in that colour, between the upper and the lower edge of the field."""
     found = np.argwhere((picture[34:194] == colour).all(-1))
-    return None if not len(found) else tuple((found.min(0) + found.max(0))[::-1] / 2 + (0, 34))
+    if not len(found):
+        return None
+    y, x = ((found.min(0) + found.max(0)) / 2).tolist()
+    return x, y + 34
 
 
 def test_observations_are_what_the_screen_shows(emulator: Any) -> None:
     """Objects at the edges are cut off on the screen, so only whole ones are compared."""
-    match = make_match(
-        PONG, {"obs_type": "ram"}, render_mode="rgb_array", wrappers=[{"examples.leagues.pong:PongObjects": {"points": 3}}]
-    )
+    match = make_match(PONG, {"obs_type": "ram"}, render_mode="rgb_array", wrappers=[{OBJECTS: {"points": 3}}])
     random, step, compared, scores = np.random.default_rng(0), match.reset(1), 0, {"first_0": 0.0, "second_0": 0.0}
     while not step.over:
         seen, picture = {turn.agent: turn.observation for turn in step.turns}, match.render()
         ball, right, left = (centre(picture, colour) for colour in (BALL, RIGHT, LEFT))
-        if ball and right and left and all(50 < y < 170 for _, y in (ball, right, left)):
+        assert ball, "serves are automatic"
+        if right and left and all(50 < y < 170 for _, y in (ball, right, left)):
             compared += 1
             for agent, own, other, side in (("first_0", right, left, 1), ("second_0", left, right, -1)):
-                numbers = 80 * seen[agent]
-                assert numbers[BALL_IN_PLAY] == 80
-                assert numbers[OWN_Y] - numbers[OTHER_Y] == pytest.approx(own[1] - other[1], abs=2)
-                assert numbers[BALL_HEIGHT] - numbers[OWN_Y] == pytest.approx(ball[1] - own[1], abs=2)
-                assert numbers[BALL_AHEAD] == pytest.approx(side * (ball[0] - 79.5), abs=2)
-        step = match.step({turn.agent: int(random.integers(6)) for turn in step.turns})
+                own_y, other_y, ahead, ball_y, below = (float(number) for number in seen[agent] * [80, 80, 80, 80, 16])
+                assert own_y - other_y == pytest.approx(own[1] - other[1], abs=3)
+                assert ball_y - own_y == pytest.approx(ball[1] - own[1], abs=3)
+                assert below == pytest.approx(np.clip(ball[1] - own[1], -32, 32), abs=3)
+                assert ahead == pytest.approx(side * (ball[0] - 79.5), abs=3)
+        step = match.step({turn.agent: int(random.integers(3)) for turn in step.turns})
         for agent, reward in rewards_of(step).items():
             scores[agent] += reward
     assert compared > 20
@@ -162,12 +163,12 @@ def test_observations_are_what_the_screen_shows(emulator: Any) -> None:
 
 
 def test_matches_do_not_depend_on_those_before(emulator: Any) -> None:
-    match = make_match(PONG, {"obs_type": "ram"}, wrappers=[{"examples.leagues.pong:PongObjects": {"points": 1}}])
+    match = make_match(PONG, {"obs_type": "ram"}, wrappers=[{OBJECTS: {"points": 1}}])
     courses = []
     for _ in range(2):
         step, course = match.reset(5), []
         while not step.over:
-            step = match.step({turn.agent: int(turn.observation[0] > 0) + 2 for turn in step.turns})
+            step = match.step({turn.agent: int(turn.observation[BALL_Y] > 0) + 1 for turn in step.turns})
             course.append(np.concatenate([turn.observation for turn in step.turns] or [np.zeros(10)]))
         courses.append(np.stack(course))
     np.testing.assert_array_equal(*courses)

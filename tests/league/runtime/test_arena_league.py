@@ -46,6 +46,8 @@ def run(directory: Path, data: dict[str, Any]) -> LeagueResult:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_are_valid(path: Path, tmp_path: Path) -> None:
     config = read_league(path)
+    if config.env == "pettingzoo/pong_v3":
+        pytest.importorskip("multi_agent_ale_py", reason="pip install 'ludus[pettingzoo-atari]'")
     trust.allow(config.model_dump())
     resolved = check_players(config, tmp_path)
     assert list(resolved) == config.learners()
