@@ -12,7 +12,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerAdded, PlayerQuarantined, ResultsReported
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
-from ludus.league.state import LeagueSettings
+from ludus.league.settings import LeagueSettings
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from tests.cli.calling import Call, one_line
 from tests.experiments import small

@@ -9,7 +9,7 @@ from ludus.core import trust
 from ludus.errors import ConfigError
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import check_players, locate_problems, player_experiment, read_league
-from ludus.league.state import SnapshotRule
+from ludus.league.settings import SnapshotRule
 
 ENV = "tests.league.games:make_rps"
 

@@ -20,15 +20,15 @@ from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import LearnerFailure
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
-from ludus.league.journal import LeagueJournal, read_state
+from ludus.league.journal import LeagueJournal, read_events, read_state
 from ludus.league.players import PlayerRole
 from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
 from ludus.league.runtime.league_file import LeagueConfig, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
 from ludus.league.runtime.workers import LeagueTask
+from ludus.league.settings import LeagueSettings
 from ludus.league.spool import submit_events
-from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import read_matchmaking
 from ludus.tournament.contestants import TrainedContestant, contestant
 from tests.waiting import wait_until
@@ -221,7 +221,7 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
     for kill in range(kills):
         with command("run", "-f", file, "--dir", directory) as coordinator:
             enough = 300 * (kill + 1)
-            wait_until(lambda: (directory / "settings.json").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
+            wait_until(lambda: (directory / "league.yaml").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
             coordinator.send_signal(signal.SIGKILL)
             coordinator.wait(10)
             assert coordinator.stdout is not None
@@ -231,9 +231,7 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
         coordinator.send_signal(signal.SIGINT)
         coordinator.communicate(timeout=60)
     assert coordinator.returncode == 130
-    journal = LeagueJournal(directory, LeagueSettings())
-    events = list(journal.history())
-    journal.close()
+    events = list(read_events(directory))
     counted = [(one.source, one.number) for one in events if isinstance(one, ResultsReported)]
     assert len(counted) == len(set(counted))
     taken = [one for one in events if isinstance(one, SnapshotTaken)]

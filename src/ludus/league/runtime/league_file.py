@@ -26,7 +26,7 @@ from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSetti
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
-from ludus.league.state import LeagueSettings, SnapshotRule
+from ludus.league.settings import LeagueSettings, SnapshotRule
 from ludus.sampling.league_policies import RULE
 
 LEAGUE_FILE: Final = "league.yaml"
