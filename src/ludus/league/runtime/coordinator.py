@@ -269,10 +269,10 @@ class Coordinator:
             return
         busy = waiting | workers.tasks.keys()
         free = config.parallel - len(workers.tasks)
-        for name in schedule.choose_learners(self._state, busy, len(self._state.players)) if free > 0 else ():
+        for name in schedule.order_learners(self._state, config.shares(), busy) if free > 0 else ():
             if free <= 0:
                 return
-            if name not in self._policies or is_claimed(self._league, name):
+            if is_claimed(self._league, name):
                 continue
             self._publish()
             workers.start_turn(name, self._turn_steps())

@@ -64,7 +64,7 @@ def _one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class PlayerSection(ConfigSection):
@@ -82,6 +82,12 @@ class PlayerSection(ConfigSection):
         "script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
+    share: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Training of this player relative to that of the others: the player with the smallest steps / share has the next turn.",
+    )
     rating: float | None = Field(
         None,
         allow_inf_nan=False,
@@ -92,8 +98,9 @@ class PlayerSection(ConfigSection):
     def _check_role(self) -> PlayerSection:
         if self.role == "fixed" and self.model is None:
             raise ValueError("a fixed player needs a model: rule:random, script:module:function, a run or a checkpoint")
-        if self.role == "fixed" and self.config:
-            raise ValueError("a fixed player does not train: leave its config out")
+        unused = [key for key in ("config", "share") if key in self.model_fields_set]
+        if self.role == "fixed" and unused:
+            raise ValueError(f"a fixed player does not train: leave its {' and '.join(unused)} out")
         return self
 
 
@@ -110,17 +117,17 @@ class MatchmakingSection(ConfigSection):
         "squared",
         description="PFSP weight by win rate x: squared (1−x)², variance x(1−x), linear 1−x, linear_capped min(½, 1−x).",
     )
-    main_pfsp: Share = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
-    main_verification: Share = Field(
+    main_pfsp: Probability = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
+    main_verification: Probability = Field(
         0.15,
         description="league: share against exploiter snapshots that beat it and own snapshots that it no longer beats.",
     )
-    too_hard: Share = Field(
+    too_hard: Probability = Field(
         0.3, description="league: win rate against another main player below which its snapshots are played instead."
     )
-    exploiter_too_hard: Share = Field(0.1, description="league: the same threshold of a main exploiter.")
-    forgotten: Share = Field(0.7, description="league: win rate below which an own snapshot counts as no longer beaten.")
-    latest: Share = Field(0.8, description="past_quality: share of matches against itself.")
+    exploiter_too_hard: Probability = Field(0.1, description="league: the same threshold of a main exploiter.")
+    forgotten: Probability = Field(0.7, description="league: win rate below which an own snapshot counts as no longer beaten.")
+    latest: Probability = Field(0.8, description="past_quality: share of matches against itself.")
     meta_solver: Annotated[str, _one_of(META_SOLVERS)] = Field(
         "nash", description="psro: meta-strategy of the population: uniform, nash (linear programming), prd or alpha_rank."
     )
@@ -141,8 +148,8 @@ class SnapshotSection(ConfigSection):
     max_steps: int | None = Field(
         None, ge=1, description="Steps after which a snapshot is taken in any case; null = twice min_steps."
     )
-    win_rate: Share = Field(0.7, description="Before max_steps: minimum win rate against each opponent.")
-    reset: Share | None = Field(
+    win_rate: Probability = Field(0.7, description="Before max_steps: minimum win rate against each opponent.")
+    reset: Probability | None = Field(
         None,
         description="Probability that the player then starts again from its initial weights; null = 0 for main, 1 for main_exploiter, "
         "0.25 for league_exploiter.",
@@ -228,6 +235,10 @@ class LeagueConfig(ConfigSection):
 
     def learners(self) -> list[str]:
         return [name for name, player in self.players.items() if PlayerRole(player.role).learns]
+
+    def shares(self) -> dict[str, float]:
+        """Of the training players."""
+        return {name: self.players[name].share for name in self.learners()}
 
     def settings(self) -> LeagueSettings:
         rules = {role: getattr(self.snapshots, role.value).to_rule(role) for role in _RESET}
