@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.core.metrics import JsonLinesSink
-from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
+from ludus.errors import Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
-from ludus.experiments.runner import code_bundle_of
+from ludus.experiments.runner import code_bundle_of, code_names
 from ludus.experiments.runs import checkpoint, resume_diff
 from ludus.experiments.runs.run_dir import holds_run
 from ludus.game_theory.meta_solvers import find_meta_solver
@@ -32,10 +33,12 @@ from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
+from ludus.league.runtime.code_files import store_code
 from ludus.league.runtime.ingest import ResultIngest
-from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
+from ludus.league.runtime.league_file import LEAGUE_FILE, PLAYERS, LeagueConfig, PlayerSection, model_problem, player_experiment
 from ludus.league.runtime.learner import is_claimed
 from ludus.league.runtime.pair_task import PairTask
+from ludus.league.runtime.player_models import EVALUATION
 from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
 from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
 from ludus.league.spool import apply_spool
@@ -97,8 +100,11 @@ def run_league(
         _sweep(league / PLAYERS)
         check_runs(journal, config)
         add_players(journal, config, say)
-        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
+        names = [name for one in resolved.values() for name in code_names(one)]
+        scripts = [player.model.removeprefix(SCRIPT) for player in config.players.values() if player.model is not None]
+        store_code(league, [*names, *scripts], [files for bundle in bundles.values() for files in bundle.models])
+        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         with LeagueWorkers(league, bundles) as workers, stop_on_signals() as stop:
             return Coordinator(journal, config, workers, say).run(stop)
     finally:
@@ -380,20 +386,23 @@ class Coordinator:
 
 
 def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
-    """Bring the players of the league's file into its state. Raises ConfigError, and errors of models that cannot be read."""
-    league, known = journal.directory, journal.state.players
+    """Bring the players of the league's file into its state. Raises ConfigErrors, before anything has changed."""
+    known = journal.state.players
     problems = [
-        f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
-        f"{known[name].role.value} and {known[name].rating}."
+        ConfigProblem(
+            f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
+            f"{known[name].role.value} and {known[name].rating}.",
+            f"players.{name}",
+        )
         for name, section in config.players.items()
         if name in known and (known[name].role, known[name].rating) != (PlayerRole(section.role), section.rating)
     ]
     if problems:
-        raise ConfigError("\n".join(problems), "Give the player another name, or the league another directory.")
+        raise ConfigErrors(problems, "Give the player another name, or the league another directory.")
+    models = _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
     for name, section in config.players.items():
         if name not in known:
-            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), models[name], rating=section.rating)))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -421,13 +430,25 @@ def _is_ready(model: str) -> bool:
     return model.startswith((RULE, SCRIPT, f"{PLAYERS}/"))
 
 
-def _import_model(league: Path, name: str, model: str) -> str:
-    if _is_ready(model):
-        return model
-    try:
-        return import_model(league, name, model)
-    except LudusError as error:
-        raise ConfigError(f"players.{name}.model is {model}: {error.message}", error.hint) from error
+def _import_models(league: Path, players: Mapping[str, PlayerSection]) -> dict[str, str]:
+    """Copy the models of new fixed players into the league, and check those with which new training players start.
+
+    Returns their names in the league; a training player has no model yet. Raises ConfigErrors.
+    """
+    models, problems = dict.fromkeys(players, ""), []
+    for name, section in players.items():
+        model = section.model or ""
+        try:
+            if PlayerRole(section.role).learns:
+                if model:
+                    checkpoint.open_checkpoint(model)
+            else:
+                models[name] = model if _is_ready(model) else import_model(league, name, model)
+        except LudusError as error:
+            problems.append(model_problem(name, model, error))
+    if problems:
+        raise ConfigErrors(problems)
+    return models
 
 
 def _sweep(players: Path) -> None:

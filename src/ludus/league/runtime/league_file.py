@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,9 +14,9 @@ from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.config.schema import PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
-from ludus.core.plugins import did_you_mean
+from ludus.core import trust
 from ludus.envs.vector_env import has_opponent_rows, script_names
-from ludus.errors import ConfigError, EnvironmentFault, UsageError
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, UsageError
 from ludus.experiments.resolve import ResolvedExperiment, resolve
 from ludus.experiments.validation import validate
 from ludus.game_theory.meta_solvers import META_SOLVERS
@@ -26,12 +25,12 @@ from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSetti
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
+from ludus.league.runtime.player_models import check_fixed_model, check_player_name
 from ludus.league.settings import LeagueSettings, SnapshotRule
-from ludus.sampling.league_policies import RULE
+from ludus.sampling.league_policies import ModelKind, import_copies, kind_of_model, make_importable
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
-EVALUATION: Final = "evaluation"
 _MAX_BYTES: Final = 1 << 20
 _GENERATION_STEP: Final = 104_729
 _SEEDS: Final = 1 << 30
@@ -43,14 +42,6 @@ _RESET: Final[Mapping[PlayerRole, float]] = {
 _KEPT_CHECKPOINTS: Final = 3
 _FEW_ROWS: Final = 12
 """Of an environment that is made to find out whether it has opponents."""
-
-
-def _check_player_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name):
-        raise ValueError("a player's name is made of letters, digits and _ + -")
-    if name == EVALUATION:
-        raise ValueError("this name is taken by the evaluation of the league")
-    return name
 
 
 def _one_of(names: Iterable[str]) -> AfterValidator:
@@ -203,7 +194,7 @@ class LeagueConfig(ConfigSection):
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
     run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
     config: dict[str, Any] = Field(default_factory=dict, description="Settings of the algorithm, as in an experiment file.")
-    players: dict[Annotated[str, AfterValidator(_check_player_name)], PlayerSection] = Field(
+    players: dict[Annotated[str, AfterValidator(check_player_name)], PlayerSection] = Field(
         min_length=1, description="Name → player."
     )
     matchmaking: MatchmakingSection = Field(default_factory=MatchmakingSection, description="Choice of opponents.")
@@ -262,6 +253,20 @@ def read_league(path: Path) -> LeagueConfig:
         raise locate_problems(error, path, text) from error
 
 
+def read_stored_league(league: Path) -> LeagueConfig:
+    """Read the file in the directory of a league, which is stored data, and make the code that it names importable.
+
+    That code is on the import path, or else, with the consent of the user, in the copies of the league. Raises ConfigError, Untrusted.
+    """
+    config = read_league(league / LEAGUE_FILE)
+    if trust.is_allowed(trust.EVERYTHING):
+        import_copies(league)
+    for kind, name in {"environment": config.env, "algorithm": config.run}.items():
+        if ":" in name:
+            make_importable(league, name, kind)
+    return config
+
+
 def locate_problems(error: ConfigErrors, path: Path, text: str | None = None) -> ConfigErrors:
     """Add file and line to every problem, in the order of the lines."""
     lines = key_lines(read_text(path, _MAX_BYTES) if text is None else text)
@@ -309,9 +314,12 @@ def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExperiment]:
-    """The resolved experiments of all training players. Raises ConfigErrors with all problems, by the keys of the league's file."""
+    """The resolved experiments of all training players. Raises ConfigErrors with all problems, by the keys of the league's file.
+
+    Imports the scripts of fixed players. Stored models are checked when they are copied into the league.
+    """
     resolved: dict[str, ResolvedExperiment] = {}
-    problems: dict[ConfigProblem, None] = {}
+    problems: dict[ConfigProblem, None] = dict.fromkeys(_check_models(config, league))
     for name in config.learners():
         data = player_experiment(config, name, league)
         found = _check_env(config) or validate.validate_experiment(data)
@@ -328,31 +336,53 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     return resolved
 
 
+def _check_models(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    problems, rules = [], find_rules(config)
+    for name, player in config.players.items():
+        if player.model is None:
+            continue
+        try:
+            if player.role == "fixed":
+                check_fixed_model(player.model, league, rules, config.env)
+            elif kind_of_model(player.model) is not ModelKind.STORED:
+                raise UsageError("A player that trains starts with the weights of a run or checkpoint.")
+        except UsageError as error:
+            problems.append(model_problem(name, player.model, error))
+    return problems
+
+
+def model_problem(player: str, model: str, error: LudusError) -> ConfigProblem:
+    """The problem with the model of a player in the file of the league."""
+    path = f"{PLAYERS}.{player}.model"
+    return ConfigProblem(f"{path} is {model}: {error}", path)
+
+
+def find_rules(config: LeagueConfig) -> list[str] | None:
+    """Scripts that the environment of the league has; None: it cannot be made, which its validation reports."""
+    try:
+        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
+        return ["random", *(() if several else script_names(config.env))]
+    except (UsageError, EnvironmentFault):
+        return None
+
+
 def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
-    """Problems of the environment: it needs two sides, and the scripts that are players."""
+    """Problems of the environment: it needs two sides, and matches for the evaluation."""
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
     try:
         several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
         two_sides = several or has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
-        scripts = () if several else script_names(config.env)
         evaluates = several or is_arena(config.env)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
     if not two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    problems, known = [], ["random", *scripts]
-    for name, player in config.players.items():
-        script = (player.model or "").removeprefix(RULE)
-        if (player.model or "").startswith(RULE) and script not in known:
-            path = f"{PLAYERS}.{name}.model"
-            sentence = f"{path} is {player.model}; {config.env} has no such script. {did_you_mean(script, known)}"
-            problems.append(ConfigProblem(sentence, path))
     if config.evaluated_pairs != "none" and not evaluates:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
-        problems.append(ConfigProblem(sentence, "evaluation.pairs"))
-    return problems
+        return [ConfigProblem(sentence, "evaluation.pairs")]
+    return []
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:
