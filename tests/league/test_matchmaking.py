@@ -52,6 +52,15 @@ def test_opponents_that_always_win_are_drawn_uniformly_by_variance() -> None:
     np.testing.assert_allclose(pfsp(np.zeros(3), "variance"), 1 / 3)
 
 
+@pytest.mark.parametrize("weighting", ["squared", "variance", "linear", "linear_capped"])
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_player_that_always_loses_or_wins_meets_all_equally_often(weighting: str, rate: float) -> None:
+    names = ("a", "b", "c")
+    seen = view(MAIN, *(Player(name, PlayerRole.FIXED) for name in names), wins={("main", name): rate for name in names})
+    found = opponent_probabilities(seen, MAIN, MatchmakingSettings("pfsp", weighting))
+    assert found == dict.fromkeys(names, pytest.approx(1 / 3))
+
+
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_a_single_player_plays_against_itself(scheme: str) -> None:
     assert opponent_probabilities(view(MAIN), MAIN, MatchmakingSettings(scheme)) == {"main": 1.0}

@@ -87,9 +87,8 @@ def learner(
 ) -> None:
     """Train one player of a league in this process, on any machine that shares the directory; Ctrl-C saves a checkpoint and stops."""
     from ludus.core import trust
-    from ludus.experiments.control.training_display import TrainingDisplay
     from ludus.league.runtime.league_file import LEAGUE_FILE
-    from ludus.league.runtime.learner import check_scripts, train_player
+    from ludus.league.runtime.learner import PlayerDisplay, check_scripts, train_player
 
     if not (directory / LEAGUE_FILE).is_file():
         raise UsageError(f"{directory} is not the directory of a league.", "Start it first: ludus league run -f FILE --dir DIR.")
@@ -99,7 +98,7 @@ def learner(
         trust.allow_everything()
     check_scripts(directory)
     printer(f"training {player} of the league in {directory}")
-    with TrainingDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
+    with PlayerDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
         result = train_player(
             directory.absolute(),
             player,

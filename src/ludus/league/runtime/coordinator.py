@@ -20,7 +20,20 @@ import numpy as np
 
 from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.core.metrics import JsonLinesSink
-from ludus.errors import Fenced, LudusError, StoreFull
+from ludus.errors import (
+    EnvironmentFault,
+    ExchangeUnavailable,
+    Fenced,
+    LudusError,
+    MemoryClosed,
+    Refused,
+    StartTimeout,
+    StoreError,
+    StoreFull,
+    TrainingDiverged,
+    Unreachable,
+    WorkerFailed,
+)
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runner import code_bundle_of, code_names
@@ -60,6 +73,10 @@ _RETRY_S: Final = 5.0
 """After an error of the file system, such as a full disk."""
 _NOT_ITS_FAULT: Final = (Fenced, StoreFull)
 """Errors of a turn that say nothing about its player: it trains elsewhere, or the disk is full. Not counted as failures."""
+_CURABLE: Final = (
+    EnvironmentFault, TrainingDiverged, StoreError, MemoryClosed, ExchangeUnavailable, WorkerFailed, StartTimeout, Refused, Unreachable,
+)  # fmt: skip
+"""Errors of a turn after which the player is tried again, up to `max_failures` times. The other errors are those of its settings."""
 _BLOCKED_S: Final = 10.0
 """Before the next turn of a player after such an error."""
 _REPORT_S: Final = 5.0
@@ -142,10 +159,13 @@ class Coordinator:
         self._published: dict[str, Matchmaking] = {}
         self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
         self._publishing, self._reporting = _Interval(_PUBLISH_S), _Interval(_REPORT_S)
-        self._policies = {name: RestartPolicy(config.max_failures) for name in (*config.learners(), EVALUATION)}
+        self._policies = {name: self._restart_policy() for name in (*config.learners(), EVALUATION)}
         self._retry_at: dict[str, float] = {}
         self._evaluates = True
         self._metrics = JsonLinesSink(self._league / METRICS)
+
+    def _restart_policy(self) -> RestartPolicy:
+        return RestartPolicy(self._config.max_failures, curable=_CURABLE)
 
     @property
     def _state(self) -> LeagueState:
@@ -312,6 +332,7 @@ class Coordinator:
         failure = task.failure()
         if failure is None:
             self._retry_at.pop(task.name, None)
+            self._policies[task.name] = self._restart_policy()
             if task.name != EVALUATION and task.ended not in ("not wanted", "interrupted"):
                 self._say(self._describe(task.name))
             return
@@ -328,7 +349,7 @@ class Coordinator:
             self._evaluates = False
             self._say(f"evaluation of players is switched off: {decision.error}")
         else:
-            self._quarantine(task.name, f"its training failed: {decision.error.message}")
+            self._quarantine(task.name, f"its training failed: {decision.error}")
 
     # -- reports
 

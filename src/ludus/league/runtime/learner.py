@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ludus.config.schema import StopConfig
 from ludus.core.metrics import Numbers, Sink
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Fenced, NotFound, UsageError
 from ludus.experiments import runner
+from ludus.experiments.control.training_display import TrainingDisplay
 from ludus.experiments.resolve import Announce
 from ludus.experiments.result import Result
 from ludus.experiments.runs import resume_diff
@@ -37,6 +39,8 @@ LEARNERS: Final = "learners"
 _LOCK, _NEXT = "lock", "next"
 _POLL_S: Final = 1.0
 _FIRST_POLL_S: Final = 0.1
+_ENDLESS_STEPS: Final = 10**12
+"""Stop condition of a player that trains until its league stops: a run without any would end after a default number of steps."""
 _PROBE_S: Final = 0.5
 """Time to wait for a lock in any case: `is_claimed` of another process holds it for a moment."""
 
@@ -82,7 +86,7 @@ def train_player(
             result = _train(league, config, orders, steps, [*sinks, ended], announce)
             if steps is not None:
                 steps -= _trained_steps(league, orders) - trained
-            if not follow_resets or not ended.is_reset or (steps is not None and steps <= 0):
+            if not (follow_resets and ended.is_reset) or ended.is_stopped or (steps is not None and steps <= 0):
                 return result
 
 
@@ -101,7 +105,7 @@ def _train(
 ) -> Result:
     player, directory = orders.player, run_directory(league, orders.player, orders.generation)
     experiment = player_experiment(config, player, league, orders.generation)
-    experiment["stop"] = {} if steps is None else {"timesteps": _trained_steps(league, orders) + steps}
+    experiment["stop"] = {"timesteps": _ENDLESS_STEPS if steps is None else _trained_steps(league, orders) + steps}
     initial = config.players[player].model
     if not holds_run(directory):
         return runner.train(experiment, place=directory, restore=initial, sinks=sinks, announce=announce)
@@ -131,6 +135,13 @@ def _await_matchmaking(watch: MatchmakingWatch, league: Path, player: str, wait_
             time.sleep(_FIRST_POLL_S)
 
 
+class PlayerDisplay(TrainingDisplay):
+    """Progress of a player that trains until its league stops."""
+
+    def begin(self, stop: StopConfig) -> None:
+        super().begin(stop if stop.timesteps != _ENDLESS_STEPS else StopConfig())
+
+
 class _StopOnOrders:
     """A sink that ends the run when the coordinator has stopped or reset the player."""
 
@@ -143,13 +154,17 @@ class _StopOnOrders:
         current = self._watch.current
         return current is not None and current.generation != self._generation
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._watch.current is not None and bool(self._watch.current.stop)
+
     def stop_requested(self) -> str | None:
         if (now := self._clock()) >= self._poll_at:
             self._poll_at = now + _POLL_S
             self._watch.update()
-        if self.is_reset:
-            return "the player starts again from its initial weights"
-        return None if self._watch.current is None else self._watch.current.stop or None
+        if self._watch.current is not None and self.is_stopped:
+            return self._watch.current.stop
+        return "the player starts again from its initial weights" if self.is_reset else None
 
     def stops_in_order(self) -> bool:
         return True

@@ -85,8 +85,7 @@ class LeagueTask:
             return None
         if self.error is not None:
             return LearnerFailure(str(self.error), self.error)
-        reason = self.process.error.rstrip().rpartition("\n")[2] or "it exited without a message"
-        return LearnerFailure(reason, foreign=bool(self.process.error))
+        return LearnerFailure(self.process.error.rstrip().rpartition("\n")[2] or "it exited without a message")
 
 
 class LeagueWorkers:
