@@ -29,7 +29,7 @@ def run(
     ] = None,
     trust_all: Annotated[
         bool,
-        typer.Option("--trust", help="Import the scripts of players that `ludus league add` has added, also from other places."),
+        typer.Option("--trust", help="Import the scripts of players that `ludus league add` has added, wherever they are."),
     ] = False,
     quiet: Quiet = False,
     json_: Json = False,
