@@ -27,7 +27,8 @@ from ludus.league.events import PlayerAdded
 from ludus.league.journal import LeagueJournal
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime.coordinator import Coordinator
-from ludus.league.runtime.league_file import EVALUATION, LeagueConfig
+from ludus.league.runtime.league_file import LeagueConfig
+from ludus.league.runtime.player_models import EVALUATION
 from ludus.league.runtime.workers import LeagueWorkers
 from ludus.sampling.league_files import MatchmakingWatch, ResultSpool
 
