@@ -17,15 +17,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ludus.league.events import MatchIssued, PlayerAdded, PlayerTrained, ResultsReported, SnapshotTaken
+from ludus.league.events import PlayerAdded, PlayerTrained, ResultsReported, SnapshotTaken
 from ludus.league.history import rating_history
-from ludus.league.journal import LeagueJournal
+from ludus.league.journal import LeagueJournal, read_events
+from ludus.league.matchmaking import opponent_probabilities
 from ludus.league.pictures.canvas import to_png
 from ludus.league.pictures.family_tree import draw_family_tree
 from ludus.league.pictures.payoff_heat_map import draw_payoff
 from ludus.league.pictures.rating_curves import draw_curves
 from ludus.league.players import Player, PlayerRole
-from ludus.league.state import LeagueSettings, propose_match
+from ludus.league.settings import LeagueSettings
 
 PICTURE = Path(__file__).parents[1] / "docs" / "league_payoff.png"
 REPORT = 10
@@ -95,9 +96,9 @@ def _pair(journal: LeagueJournal, learning: list[str], number: int, random: np.r
     if number % 2:
         own, other = random.choice(list(journal.state.players), size=2, replace=False).tolist()
         return own, other
-    match = propose_match(journal.state, learning[number // 2 % len(learning)])
-    assert isinstance(match, MatchIssued)
-    return match.player, match.opponent
+    player = journal.state.players[learning[number // 2 % len(learning)]]
+    found = opponent_probabilities(journal.state.view(), player, journal.state.settings.matchmaking)
+    return player.name, str(random.choice(list(found), p=list(found.values())))
 
 
 def main() -> None:
@@ -115,7 +116,7 @@ def main() -> None:
             with Image.open(io.BytesIO(to_png(draw_payoff(state)))) as picture:
                 picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(PICTURE, optimize=True)
         else:
-            history = rating_history(journal.history(), LeagueSettings(), every=max(1, state.results // 60))
+            history = rating_history(read_events(args.directory), every=max(1, state.results // 60))
             for name, figure in {
                 "payoff": draw_payoff(state),
                 "curves": draw_curves(state, history),

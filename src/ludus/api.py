@@ -240,8 +240,8 @@ def battle(
 ) -> BattleResult:
     """Play matches between two players; return `.win_rate` of `a` with `.interval`, `.sides`, `.heroes` and `.games`.
 
-    A player is a run, a checkpoint, `RUN@VERSION`, the result of `ludus.train` or `ludus.load`, `http://host:port`, or
-    `rule:hard`. `place`: further settings of the environment (`env`, `camps`, `options`, `parallel`) or of the server
+    A player is a run, a checkpoint, `RUN@VERSION`, the result of `ludus.train` or `ludus.load`, `http://host:port`,
+    `rule:hard`, or `script:module:function`. `place`: further settings of the environment (`env`, `camps`, `options`, `parallel`) or of the server
     (`token_file`, `advertise`, `limit_s`). `trust`: import any code that stored runs name (docs/security.md).
     """
     from ludus.tournament import battle as battles
@@ -251,7 +251,7 @@ def battle(
 
     settings = BattleSettings(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
     recording_settings = RecordingSettings(None if record is None else Path(record), videos=video)
-    with trusts.consent(trust):
+    with trusts.consent(trust, a, b):
         return battles.battle(contestant(a), contestant(b), settings, recording_settings, GameLocation(server, game, **place))
 
 

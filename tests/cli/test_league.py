@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ludus.core import trust
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerAdded, PlayerQuarantined, ResultsReported
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
-from ludus.league.state import LeagueSettings
+from ludus.league.settings import LeagueSettings
+from ludus.models.custom import loader
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from tests.cli.calling import Call, one_line
 from tests.experiments import small
@@ -120,7 +124,8 @@ def test_players_are_added_and_retired(call: Call, league: Path) -> None:
     assert call("league", "add", league, "medium", "rule:medium", "--rating", "1300").code == 0
     assert read_state(league).players["medium"] == Player("medium", PlayerRole.FIXED, "rule:medium", rating=1300.0)
     assert "already" in one_line(call("league", "add", league, "medium", "rule:hard"))
-    assert "is not a name" in one_line(call("league", "add", league, "a/b", "rule:hard"))
+    for name in ("a/b", "main.1", "rule:hard", "evaluation"):
+        assert "is not a name" in one_line(call("league", "add", league, name, "rule:hard"))
     assert "no/such/run" in one_line(call("league", "add", league, "run", "no/such/run"))
     assert "--rating nan is not a rating" in one_line(call("league", "add", league, "new", "rule:hard", "--rating", "nan"))
     assert call("league", "retire", league, "medium").code == 0
@@ -147,7 +152,7 @@ def test_errors_say_what_to_do(call: Call, league: Path, tmp_path: Path) -> None
 
 
 def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, tmp_path: Path) -> None:
-    """From a version of a run outside the league, a checkpoint inside it, and an export."""
+    """From a version of a run outside the league, and a checkpoint inside it."""
     run = small.train(tmp_path / "run").run_dir
     shutil.copytree(run, league / "players" / "copy")
     version = checkpoint.open_checkpoint(run)[1].state["models"]["model"]["version"]
@@ -161,9 +166,15 @@ def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, 
         assert result.code == 0, result.err
         assert OnnxPolicy(tmp_path / "exports" / f"{name}.onnx").version == version
         assert result.json["passed"]
-    assert call("league", "add", league, "file", tmp_path / "exports" / "inside.onnx").code == 0
+
+
+def test_the_export_of_a_player_that_an_earlier_release_added_is_copied(call: Call, league: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.onnx").write_bytes(b"export")
+    journal = LeagueJournal(league)
+    journal.apply(PlayerAdded(Player("file", PlayerRole.FIXED, str(tmp_path / "old.onnx"))))
+    journal.close()
     assert call("league", "export", league, "file", tmp_path / "copied.onnx").code == 0
-    assert (tmp_path / "copied.onnx").read_bytes() == (tmp_path / "exports" / "inside.onnx").read_bytes()
+    assert (tmp_path / "copied.onnx").read_bytes() == b"export"
 
 
 def test_a_league_in_which_no_player_can_train_fails(call: Call, tmp_path: Path) -> None:
@@ -175,3 +186,115 @@ def test_a_league_in_which_no_player_can_train_fails(call: Call, tmp_path: Path)
     result = call("league", "run", "-f", file, "--dir", directory)
     assert "stopped by no player can train" in result.out
     assert result.code == 1
+
+
+# -- models of players ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a file of a league and scripts, which is not on the import path."""
+    directory = tmp_path / "project"
+    directory.mkdir()
+    (directory / "cli_bots.py").write_text("table = [1, 2, 3]\n\n\ndef rock(observation, mask):\n    return 0\n")
+    (directory / "cli_broken.py").write_text("raise RuntimeError\n")
+    (directory / "league.yaml").write_text("env: tests.league.games:make_rps\nplayers:\n  main: {}\n")
+    path, modules = list(sys.path), set(sys.modules)
+    for variable in (trust.VARIABLE, trust.PROJECTS, loader.VARIABLE):
+        monkeypatch.setenv(variable, "")
+    yield directory
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+BAD_MODELS = {
+    "script:cli_bots:paper": "'cli_bots' has no 'paper'",
+    "script:nowhere:rock": "There is no module 'nowhere'",
+    "script:cli_broken:rock": "raised RuntimeError",
+    "script:cli_bots:table": "is a list, not a function",
+    "script:os:system": "standard library",
+    "script:cli_bots": "not of the form 'module:Name'",
+    "rule:hard": "has no such script. Known: random.",
+    "agent.onnx": "is an export, which cannot play in training",
+    "http://localhost:8000": "is an address, which cannot play in training",
+    "localhost:8000": "cannot play in training",
+    "runs/none": "runs/none",
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), list(BAD_MODELS.items()))
+def test_models_that_cannot_play_are_refused_by_the_file_and_by_add(
+    call: Call, project: Path, tmp_path: Path, model: str, reason: str
+) -> None:
+    file, directory = project / "league.yaml", tmp_path / "new"
+    valid = file.read_text()
+    file.write_text(f'{valid}  bad: {{role: fixed, model: "{model}"}}\n')
+    result = call("league", "run", "-f", file, "--dir", directory)
+    assert result.code == 2
+    assert f"league.yaml:4: players.bad.model is {model}: " in result.err
+    assert reason in result.err
+    assert not (directory / "league.yaml").exists(), "nothing has started"
+
+    LeagueJournal(directory, LeagueSettings()).close()
+    (directory / "league.yaml").write_text(valid)
+    trust.allow("tests.league.games:make_rps")
+    result = call("league", "add", directory, "bad", model)
+    assert result.code == 2
+    assert reason in result.err
+    assert read_state(directory).players == {}
+
+
+def test_a_training_player_starts_with_a_stored_policy(call: Call, project: Path, tmp_path: Path) -> None:
+    file = project / "league.yaml"
+    for model, reason in {"rule:random": "starts with the weights of a run", "runs/none": "runs/none"}.items():
+        file.write_text(f'env: tests.league.games:make_rps\nplayers:\n  main: {{model: "{model}"}}\n')
+        result = call("league", "run", "-f", file, "--dir", tmp_path / "new")
+        assert f"league.yaml:3: players.main.model is {model}: " in result.err
+        assert reason in result.err
+
+
+def test_a_script_plays_a_match_and_gains_are_recorded(call: Call, project: Path, tmp_path: Path) -> None:
+    """Rock against itself draws; against random play the gain is the number of wins minus that of losses, as its returns say."""
+    directory = tmp_path / "new"
+    sys.path.insert(0, str(project))
+    trust.add_project(project)
+    journal = LeagueJournal(directory, LeagueSettings())
+    for name, model in {"rock": "script:cli_bots:rock", "stone": "script:cli_bots:rock", "random": "rule:random"}.items():
+        journal.apply(PlayerAdded(Player(name, PlayerRole.FIXED, model)))
+    journal.close()
+    (directory / "league.yaml").write_text((project / "league.yaml").read_text())
+    even = call("league", "match", directory, "rock", "stone", "--games", "6", "--json").json
+    assert (even["drawn"], even["terms"]["game"]) == (6, "tests.league.games:make_rps")
+    played = call("league", "match", directory, "random", "rock", "--games", "30", "--record", "--json").json
+    record = read_state(directory).payoff.record("random", "rock")
+    returns = [hero["return"] for match in played["matches"] for hero in match["heroes"] if hero["who"] == "a"]
+    assert record.gain == sum(returns) != 0
+    assert (record.wins, record.draws, record.losses) == (played["won"], played["drawn"], played["lost"])
+
+
+def test_gains_of_a_match_are_those_of_the_league(call: Call, league: Path) -> None:
+    """Half of the difference between the total returns of the sides, which is more than one per match here."""
+    played = call("league", "match", league, "hard", "anchor", "--games", "20", *CARDS, "--record", "--json").json
+    gain = sum(
+        0.5 * hero["return"] * (1 if hero["who"] == "a" else -1) for match in played["matches"] for hero in match["heroes"]
+    )
+    assert read_state(league).payoff.record("hard", "anchor").gain == pytest.approx(gain)
+    assert abs(gain) != abs(played["won"] - played["lost"])
+
+
+def test_a_script_that_fails_has_no_results(call: Call, project: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    (project / "cli_fails.py").write_text("def f(observation, mask):\n    return 1 // 0\n")
+    sys.path.insert(0, str(project))
+    trust.add_project(project)
+    journal = LeagueJournal(directory, LeagueSettings())
+    for name, model in {"bad": "script:cli_fails:f", "random": "rule:random"}.items():
+        journal.apply(PlayerAdded(Player(name, PlayerRole.FIXED, model)))
+    journal.close()
+    result = call(
+        "league", "match", directory, "bad", "random", "--games", "2", "--env", "tests.league.games:make_rps", "--record"
+    )
+    assert result.code == 1
+    assert "script:cli_fails:f failed: ZeroDivisionError" in result.err
+    assert read_state(directory).results == 0

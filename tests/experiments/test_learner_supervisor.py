@@ -95,6 +95,14 @@ def test_what_comes_from_outside_the_learner_is_tried_again_up_to_the_limit(erro
     assert end.error is raised
 
 
+def test_the_caller_can_choose_the_errors_after_which_a_restart_may_help() -> None:
+    policy = RestartPolicy(limit=1, curable=(EnvironmentFault,))
+    fault, config = EnvironmentFault("It raised."), ConfigError("It is wrong.")
+    assert isinstance(policy.decide(LearnerFailure(str(fault), fault), None, True), RestartAfter)
+    assert isinstance(policy.decide(LearnerFailure(str(fault), fault), None, True), GiveUp)
+    assert isinstance(RestartPolicy(limit=1, curable=(EnvironmentFault,)).decide(LearnerFailure("", config), None, True), GiveUp)
+
+
 def test_a_final_error_is_not_retried() -> None:
     raised = WorkerFailed("The head of the cluster is gone.")
     raised.final = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +19,10 @@ class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
     metadata: ClassVar[dict[str, Any]] = {"name": "rps", "render_modes": []}
     render_mode = None
 
-    def __init__(self, killed_by: str = "") -> None:
-        """`killed_by`: while this file exists, a step kills the process."""
+    def __init__(self, killed_by: str = "", paused_by: str = "") -> None:
+        """`killed_by`: while this file exists, a step kills the process. `paused_by`: a step waits as long as this file exists."""
         self.possible_agents, self.agents = list(AGENTS), list[str]()
-        self._killed_by = killed_by
+        self._killed_by, self._paused_by = killed_by, paused_by
 
     def observation_space(self, agent: str) -> gym.Space[Any]:
         return gym.spaces.Box(0, 1, (1,), np.float32)
@@ -39,6 +40,9 @@ class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
     def step(self, actions: dict[str, Any]) -> Any:
         if self._killed_by and Path(self._killed_by).exists():
             os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + 120.0
+        while self._paused_by and Path(self._paused_by).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         gain = float(((int(actions["left"]) - int(actions["right"]) + 1) % 3) - 1)
         self.agents = []
         over = dict.fromkeys(AGENTS, True)
@@ -51,8 +55,8 @@ class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
         )
 
 
-def make_rps(killed_by: str = "") -> RockPaperScissors:
-    return RockPaperScissors(killed_by)
+def make_rps(killed_by: str = "", paused_by: str = "") -> RockPaperScissors:
+    return RockPaperScissors(killed_by, paused_by)
 
 
 def rock(observation: Any, mask: Any) -> int:

@@ -17,7 +17,7 @@ from ludus.league.pictures.rating_curves import draw_curves
 from ludus.league.pictures.tensorboard import write_tensorboard
 from ludus.league.players import Player, PlayerRole
 from ludus.league.rating_table import fit_league, rate_players
-from ludus.league.state import LeagueSettings, LeagueState
+from ludus.league.state import LeagueState
 from tests.league.leagues import apply_all, league_events
 
 SIZES = [(1, 0), (3, 5), (12, 16)]
@@ -78,7 +78,7 @@ def test_a_huge_heat_map_is_labelled_in_part() -> None:
 def test_curves_are_readable_and_end_at_the_ratings_of_now(families: int, snapshots: int, over: Any) -> None:
     events = league_events(families, snapshots, np.random.default_rng(0))
     state = apply_all(LeagueState(), events)
-    history = rating_history(events, LeagueSettings(), every=max(1, state.results // 6))
+    history = rating_history(events, every=max(1, state.results // 6))
     figure = make_canvas(draw_curves(state, history, over))
     axes = figure.axes[0]
     assert_readable(figure, axes.texts)
@@ -93,8 +93,8 @@ def test_a_curve_has_a_gap_at_a_reset() -> None:
     state = apply_all(LeagueState(), events)
     events += league_events(1, 3, np.random.default_rng(1))[-1:]
     history = [
-        *rating_history(events[:-2], LeagueSettings(), every=20),
-        *rating_history(events[:-1], LeagueSettings(), every=10_000),
+        *rating_history(events[:-2], every=20),
+        *rating_history(events[:-1], every=10_000),
     ]
     line = draw_curves(state, history).axes[0].lines[0]
     assert np.isnan(line.get_ydata()).sum() == 1
@@ -132,7 +132,7 @@ def test_tensorboard_has_ratings_and_pictures(tmp_path: Path) -> None:
     accumulator: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = league_events(3, 2, np.random.default_rng(0))
     state = apply_all(LeagueState(), events)
-    write_tensorboard(tmp_path, state, rating_history(events, LeagueSettings(), every=20))
+    write_tensorboard(tmp_path, state, rating_history(events, every=20))
     read = accumulator.EventAccumulator(str(tmp_path))
     read.Reload()
     assert set(read.Tags()["images"]) == {"league/payoff", "league/ratings", "league/family_tree"}

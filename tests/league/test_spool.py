@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from ludus.errors import NotFound
-from ludus.league.events import PlayerAdded, PlayerRetired, ResultsReported, event_to_json
-from ludus.league.journal import LeagueJournal, read_owner, read_settings, read_state
+from ludus.league.events import PlayerAdded, PlayerRetired, ResultsReported, SettingsChanged, event_to_json
+from ludus.league.journal import LeagueJournal, read_owner, read_state
 from ludus.league.matchmaking import MatchmakingSettings
 from ludus.league.players import Player, PlayerRole
+from ludus.league.settings import LeagueSettings, SnapshotRule
 from ludus.league.spool import apply_spool, submit_events
-from ludus.league.state import LeagueSettings, SnapshotRule
 
 PLAYERS = [PlayerAdded(Player(name, PlayerRole.FIXED)) for name in "ab"]
 RESULTS = ResultsReported("match-1", 1, "a", "b", 3, 1, 0)
@@ -69,9 +70,27 @@ def test_settings_are_read_back(tmp_path: Path) -> None:
         rating_window=50,
     )
     LeagueJournal(tmp_path, settings).close()
-    assert read_settings(tmp_path) == settings
+    assert read_state(tmp_path).settings == settings
     with pytest.raises(NotFound, match="There is no league"):
         read_state(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        event_to_json(RESULTS) | {"gain": math.nan, "number": 2},
+        event_to_json(RESULTS) | {"wins": 10**400, "number": 2},
+        {"event": "PlayerAdded", "player": {"name": "c", "role": "fixed", "rating": math.nan}},
+    ],
+)
+def test_numbers_out_of_range_are_refused_and_the_coordinator_goes_on(tmp_path: Path, event: dict[str, object]) -> None:
+    journal = LeagueJournal(tmp_path, LeagueSettings())
+    submit_events(tmp_path, [*PLAYERS, RESULTS])
+    (tmp_path / "spool" / "bad.json").write_text(json.dumps([event]))
+    assert apply_spool(journal) == 3
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert journal.state.results == 4
+    journal.close()
 
 
 @pytest.mark.parametrize(
@@ -81,6 +100,7 @@ def test_settings_are_read_back(tmp_path: Path) -> None:
         event_to_json(RESULTS) | {"wins": True},
         {"event": "PlayerTrained", "name": "a", "steps": 5, "model": 3},
         {"event": "PlayerAdded", "player": {"name": "c", "role": "fixed", "steps": None}},
+        event_to_json(SettingsChanged(LeagueSettings(elo_k=1.0))),
     ],
 )
 def test_an_event_with_a_value_of_another_type_is_put_aside(tmp_path: Path, event: dict[str, object]) -> None:

@@ -46,6 +46,7 @@ from ludus.tournament.battle import battle
 from ludus.tournament.contestants import (
     Contestant,
     ContestantSource,
+    FunctionContestant,
     ScriptedContestant,
     ServedContestant,
     TrainedContestant,
@@ -702,3 +703,18 @@ def test_games_connect_to_the_advertised_or_local_address(
     )  # fmt: skip
     assert (told.won, told.lost) == (1, 1)
     assert at == ["127.0.0.1" if way == "towards the server" else "localhost"]
+
+
+def test_a_function_plays_the_arena_and_its_exception_ends_the_battle() -> None:
+    calls: list[tuple[str, ...]] = []
+
+    def wait(observation: Any, mask: Any) -> Any:
+        calls.append(tuple(sorted(observation)))
+        return np.zeros(action_space(1).shape, np.int64)
+
+    settings = BattleSettings(games=2, mode="1v1", seconds=10)
+    result = battle(FunctionContestant("script:a:wait", wait), ScriptedContestant("easy"), settings)
+    assert (result.a["name"], result.total.games, result.gain) == ("script:a:wait", 2, None)
+    assert set(calls) == {tuple(sorted(split_mask(observation_space(1))[0]))}
+    with pytest.raises(UsageError, match="script:a:bad: its script failed: ZeroDivisionError"):
+        battle(FunctionContestant("script:a:bad", lambda observation, mask: 1 // 0), ScriptedContestant("easy"), settings)

@@ -30,7 +30,14 @@ from ludus.sampling.trained_agent import TrainedAgent
 from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players
 from ludus.tournament.battle import battle
-from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant, contestant
+from ludus.tournament.contestants import (
+    Contestant,
+    FunctionContestant,
+    ScriptedContestant,
+    ServedContestant,
+    TrainedContestant,
+    contestant,
+)
 from ludus.tournament.env_matches import BattleEnv, EnvStage, split_camps
 from ludus.tournament.gamecore_matches import GameLocation
 from ludus.tournament.result import BattleResult, MatchResult
@@ -607,3 +614,33 @@ def test_options_without_effect_are_refused() -> None:
             location=GameLocation(camps="a/b"),
         )
     assert run_battle(named_policy(0), named_policy(1), games=4, parallel=1).won == 4
+
+
+# -- functions of the user ------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_plays_and_gains_are_half_of_the_difference_of_total_returns() -> None:
+    location = GameLocation(env="tests.league.games:make_rps")
+    rock = contestant("script:tests.league.games:rock")
+    even = battle(rock, rock, BattleSettings(games=6), location=location)
+    assert (even.drawn, even.gain) == (6, 0.0)
+    result = battle(rock, RANDOM, BattleSettings(games=40), location=location)
+    assert result.gain == result.won - result.lost  # every match pays 1
+    assert 0 < result.won < 40
+    teams = battle(RANDOM, RANDOM, BattleSettings(games=10), location=GameLocation(env=ENV, camps="blue_*/red_*"))
+    by_hand = [0.5 * sum(hero.numbers["return"] * (1 if hero.who == "a" else -1) for hero in game.heroes) for game in teams.games]
+    assert [game.gain for game in teams.games] == by_hand
+
+
+@pytest.mark.parametrize("function", [lambda observation, mask: 1 // 0, lambda observation, mask: 7])
+def test_matches_in_which_a_function_fails_have_no_result(function: Any) -> None:
+    bad = FunctionContestant("script:a:bad", function)
+    result = battle(bad, RANDOM, BattleSettings(games=2), location=GameLocation(env="tests.league.games:make_rps"))
+    assert len(result.failed) == 2
+    assert result.failed[0].failed.startswith("script:a:bad failed: ")
+
+
+def test_a_function_does_not_play_on_a_server() -> None:
+    one = FunctionContestant("script:a:one", lambda observation, mask: 0)
+    with pytest.raises(UsageError, match="script:a:one plays in this process only"):
+        battle(one, ServedContestant("http://127.0.0.1:9"), BattleSettings(games=1))

@@ -59,6 +59,9 @@ _NAME = re.compile(r"(?:[^\W\d][\w.]*|[^,\n]+\.py):[^\W\d][\w./-]*|GymV\d+Enviro
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*){2,}")
 """`package.module.Class`: RLlib's form of `package.module:Class`."""
 
+SCRIPT = "script:"
+"""Prefix of a player of a league or battle that is a function: `script:module:function`."""
+
 _runs: set[Path] = set()
 
 
@@ -132,7 +135,7 @@ def _names_in_variable() -> set[str]:
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
+        yield value.removeprefix(SCRIPT)
         if _DOTTED.fullmatch(value):
             yield ":".join(value.rsplit(".", 1))
     elif isinstance(value, Mapping):
@@ -314,12 +317,17 @@ def _belongs_to(path: Path, root: Path) -> bool:
 
 
 def is_in_run(directory: Path) -> bool:
-    """Whether a directory is a run directory or inside one."""
+    """Whether a directory is that of a run or a league, or inside one."""
     return any(_looks_like_run(each) for each in (directory, *directory.parents))
 
 
 def _looks_like_run(directory: Path) -> bool:
-    names = ("config.yaml", "meta.json"), ("state.json", "manifest.json"), ("checkpoints", "config.yaml")
+    names = (
+        ("config.yaml", "meta.json"),
+        ("state.json", "manifest.json"),
+        ("checkpoints", "config.yaml"),
+        ("league.yaml", "journal"),
+    )
     if any(all((directory / name).exists() for name in each) for each in names):
         return True
     return any((directory / "checkpoints").glob("*/state.json")) or any((directory / "models").glob("*/model.json"))

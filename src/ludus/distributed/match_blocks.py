@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,11 +34,6 @@ class MatchSamplingPlan:
     settings: MultiAgentSettings
     separate_rows: bool = False
     """Every segment has its own row, for replay buffers; otherwise segments of one agent share a row, one after the other."""
-
-
-def plain_settings(settings: MultiAgentSettings) -> dict[str, Any]:
-    """The settings as JSON values."""
-    return asdict(settings)
 
 
 class ModelBlockWriter(Protocol):

@@ -279,8 +279,12 @@ def code_bundle_of(resolved: ResolvedExperiment) -> CodeBundle:
     """What another process needs so that the names of this experiment mean the same there."""
     from ludus.distributed.code_bundle import CodeBundle
 
-    e, config = resolved.experiment, resolved.config
-    return CodeBundle.of(e.env, e.run, *wrapper_names(config.wrappers), models=[config.model.custom_model])
+    return CodeBundle.of(*code_names(resolved), models=[resolved.config.model.custom_model])
+
+
+def code_names(resolved: ResolvedExperiment) -> tuple[str, ...]:
+    """Names in an experiment that may name code, without its custom model."""
+    return resolved.experiment.env, resolved.experiment.run, *wrapper_names(resolved.config.wrappers)
 
 
 @dataclass(frozen=True)

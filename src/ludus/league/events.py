@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +11,14 @@ from typing import Any, Final
 
 from ludus.errors import Damaged
 from ludus.league.players import Player, PlayerRole
+from ludus.league.settings import LeagueSettings, settings_from_json
+
+
+@dataclass(frozen=True)
+class SettingsChanged:
+    """The settings that apply to the following events; the first event of a league."""
+
+    settings: LeagueSettings
 
 
 @dataclass(frozen=True)
@@ -53,22 +60,6 @@ class PlayerQuarantined:
 
 
 @dataclass(frozen=True)
-class MatchIssued:
-    match: int
-    player: str
-    opponent: str
-    swap_sides: bool = False
-
-
-@dataclass(frozen=True)
-class MatchFinished:
-    """`score` of the player: 1 won, 0.5 drawn, 0 lost."""
-
-    match: int
-    score: float
-
-
-@dataclass(frozen=True)
 class ResultsReported:
     """Results of many matches of one pair, from a worker that drew its opponents itself.
 
@@ -96,13 +87,12 @@ class SourceClosed:
 
 
 LeagueEvent = (
-    PlayerAdded
+    SettingsChanged
+    | PlayerAdded
     | PlayerTrained
     | SnapshotTaken
     | PlayerRetired
     | PlayerQuarantined
-    | MatchIssued
-    | MatchFinished
     | ResultsReported
     | SourceClosed
 )
@@ -110,8 +100,7 @@ LeagueEvent = (
 _KINDS: Final[Mapping[str, type[LeagueEvent]]] = {
     kind.__name__: kind
     for kind in (
-        PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, MatchIssued, MatchFinished, ResultsReported,
-        SourceClosed,
+        SettingsChanged, PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, ResultsReported, SourceClosed,
     )
 }  # fmt: skip
 
@@ -129,19 +118,25 @@ def event_from_json(values: Mapping[str, Any]) -> LeagueEvent:
     try:
         if kind is PlayerAdded:
             return PlayerAdded(player_from_json(fields["player"]))
+        if kind is SettingsChanged:
+            return SettingsChanged(settings_from_json(fields["settings"]))
         return kind(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise Damaged(f"The journal of the league has a damaged {kind.__name__}: {error}.") from error
 
 
-def check_types(value: LeagueEvent | Player) -> None:
-    """Raises Damaged if a field has a value of another type: for events that another program may have written."""
+def check_submitted(value: LeagueEvent | Player) -> None:
+    """Check an event that another program may have written. Raises Damaged if a field has a value of another type, or if the event
+    changes settings, which come from the file of the league.
+    """
+    if isinstance(value, SettingsChanged):
+        raise Damaged("The settings of a league cannot be changed by another process.", "Change the file of the league.")
     for name, hint in typing.get_type_hints(type(value)).items():
         given = getattr(value, name)
         if not _fits(given, hint):
             raise Damaged(f"{name} of a {type(value).__name__} is {given!r}.")
         if isinstance(given, Player):
-            check_types(given)
+            check_submitted(given)
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -155,7 +150,3 @@ def _fits(value: object, hint: Any) -> bool:
 def player_from_json(values: Mapping[str, Any]) -> Player:
     parent_role = values.get("parent_role")
     return Player(**{**values, "role": PlayerRole(values["role"]), "parent_role": parent_role and PlayerRole(parent_role)})
-
-
-def is_valid_score(score: float) -> bool:
-    return math.isfinite(score) and 0.0 <= score <= 1.0

@@ -9,7 +9,7 @@ from ludus.errors import Damaged
 from ludus.league.events import LeagueEvent
 from ludus.league.rating_table import fit_league
 from ludus.league.ratings import FittedRating
-from ludus.league.state import LeagueSettings, LeagueState, Refusal, step
+from ludus.league.state import LeagueState, Refusal, step
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def sample_ratings(state: LeagueState) -> RatingSample:
     )
 
 
-def rating_history(events: Iterable[LeagueEvent], settings: LeagueSettings, every: int) -> list[RatingSample]:
+def rating_history(events: Iterable[LeagueEvent], every: int) -> list[RatingSample]:
     """Samples every `every` results, and one at the end. Raises Damaged if an event does not fit the events before it."""
-    state, due, samples = LeagueState(settings), every, []
+    state, due, samples = LeagueState(), every, []
     for event in events:
         after = step(state, event)
         if isinstance(after, Refusal):

@@ -1,9 +1,9 @@
 """A league on disk: a journal of events, and snapshots of the whole state, so that a restart does not have to read all events.
 
     <league>/lock                    held by the one process that writes
-    <league>/settings.json           settings of matchmaking, snapshots and ratings, for commands that read the league
     <league>/journal/000000000000.jsonl    events from that number on, one JSON object per line
     <league>/state-000000020000.msgpack    the state after that number of events
+    <league>/settings.json           settings at the first event, of leagues of earlier releases; later ones are in the journal
 
 An event is in the journal before it is acknowledged. A process that is killed while it writes leaves a torn last line, which was not
 acknowledged and is removed at the next start.
@@ -29,21 +29,25 @@ from typing import Any, Final
 import msgpack
 
 from ludus.errors import Damaged, Fenced, NotFound, StoreFull
-from ludus.io.atomic_file import replace_file, replace_json
-from ludus.league.events import LeagueEvent, MatchIssued, event_from_json, event_to_json, player_from_json
+from ludus.io.atomic_file import replace_file
+from ludus.league.events import LeagueEvent, SettingsChanged, event_from_json, event_to_json, player_from_json
 from ludus.league.payoff import PayoffTable
 from ludus.league.ratings import SkillEstimate
 from ludus.league.recent import PairResults, RecentResults
-from ludus.league.state import LeagueSettings, LeagueState, Refusal, settings_from_json, settings_to_json, step
+from ludus.league.settings import LeagueSettings, settings_from_json, settings_to_json
+from ludus.league.state import LeagueState, Refusal, step
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY: Final = 20_000
 """Events between two snapshots of the state."""
 _KEPT_SNAPSHOTS: Final = 2
-_FORMAT: Final = 2
+_FORMAT: Final = 3
+_WITHOUT_SETTINGS: Final = 2
+"""Earlier format of snapshots, which is still read."""
 _LOCK_WAIT_S: Final = 0.5
 """Time to wait for the lock, which commands such as `ludus league add` and `status` hold for a moment."""
+_JOURNAL: Final = "journal"
 _SETTINGS: Final = "settings.json"
 
 
@@ -51,20 +55,33 @@ class LeagueJournal:
     """The state of a league, stored on disk with every event. Only one process can open it; a second one raises Fenced."""
 
     def __init__(
-        self, directory: Path, settings: LeagueSettings, *, snapshot_every: int = SNAPSHOT_EVERY, durable: bool = False
+        self,
+        directory: Path,
+        settings: LeagueSettings | None = None,
+        *,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        durable: bool = False,
     ) -> None:
-        """`durable`: wait for the disk after every event, against power loss. A killed process loses nothing either way."""
+        """`settings`: for all events from now on; None: those that the league has.
+
+        `durable`: wait for the disk after every event, against power loss. A killed process loses nothing either way. Raises
+        NotFound without `settings` if there is no league.
+        """
         self.directory, self._snapshot_every, self._durable = directory, snapshot_every, durable
+        if settings is None:
+            _require_league(directory)
         with contextlib.ExitStack() as stack:
             try:
-                (directory / "journal").mkdir(parents=True, exist_ok=True)
+                (directory / _JOURNAL).mkdir(parents=True, exist_ok=True)
                 stack.callback(os.close, _acquire(directory / "lock"))
             except OSError as error:
                 raise StoreFull(f"Cannot write to {directory}: {error.strerror}.", "Choose another directory.") from error
-            self.state, self._events = _load(directory, settings)
-            replace_json(directory / _SETTINGS, settings_to_json(settings), indent=1)
+            self.state, self._events = _load(directory)
             self._snapshot_at = self._events
             self._fd = self._open_segment()
+            stack.callback(lambda: os.close(self._fd))
+            if settings is not None and (settings != self.state.settings or not self._events):
+                self.apply(SettingsChanged(settings))
             self._stack = stack.pop_all()
 
     @property
@@ -92,12 +109,7 @@ class LeagueJournal:
         for old in sorted(self.directory.glob("state-*.msgpack"))[:-_KEPT_SNAPSHOTS]:
             old.unlink(missing_ok=True)
 
-    def history(self) -> Iterator[LeagueEvent]:
-        """All events from the beginning, for curves and audits."""
-        return read_events(self.directory)
-
     def close(self) -> None:
-        os.close(self._fd)
         self._stack.close()
 
     def _append(self, line: bytes) -> None:
@@ -113,7 +125,7 @@ class LeagueJournal:
             raise
 
     def _open_segment(self) -> int:
-        path = self.directory / "journal" / f"{self._events:012d}.jsonl"
+        path = self.directory / _JOURNAL / f"{self._events:012d}.jsonl"
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
@@ -160,32 +172,43 @@ def read_owner(directory: Path) -> str:
 # -- reading ------------------------------------------------------------------------------------------------------------------
 
 
-def read_state(directory: Path, settings: LeagueSettings | None = None) -> LeagueState:
+def read_state(directory: Path) -> LeagueState:
     """The state on disk, without the lock: for status pages while the league runs. Raises NotFound, Damaged."""
-    return _load(directory, settings or read_settings(directory), repair=False)[0]
-
-
-def read_settings(directory: Path) -> LeagueSettings:
-    """The settings with which the league was last opened. Raises NotFound, Damaged."""
-    try:
-        return settings_from_json(json.loads((directory / _SETTINGS).read_bytes()))
-    except OSError as error:
-        raise NotFound(f"There is no league in {directory}.", "`ludus league run` creates one.") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise Damaged(f"{directory / _SETTINGS} is damaged: {error}.", "`ludus league run` writes it again.") from error
+    _require_league(directory)
+    return _load(directory, repair=False)[0]
 
 
 def read_events(directory: Path) -> Iterator[LeagueEvent]:
-    """All events from the beginning, without the lock."""
-    for path in sorted((directory / "journal").glob("*.jsonl")):
+    """All events from the beginning, without the lock; the first one has the settings. Raises NotFound, Damaged."""
+    _require_league(directory)
+    if (first := _first_settings(directory)) is not None:
+        yield SettingsChanged(first)
+    for path in sorted((directory / _JOURNAL).glob("*.jsonl")):
         with open(path, "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     yield event_from_json(json.loads(line))
 
 
-def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> tuple[LeagueState, int]:
+def _require_league(directory: Path) -> None:
+    if not (directory / _JOURNAL).is_dir():
+        raise NotFound(f"There is no league in {directory}.", "`ludus league run` creates one.")
+
+
+def _first_settings(directory: Path) -> LeagueSettings | None:
+    """Settings of a league of an earlier release, whose journal does not begin with them. Raises Damaged."""
+    path = directory / _SETTINGS
+    try:
+        return settings_from_json(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Damaged(f"{path} is damaged: {error}.", "Restore it from a backup.") from error
+
+
+def _load(directory: Path, *, repair: bool = True) -> tuple[LeagueState, int]:
     """The newest readable snapshot and the events after it. Raises Damaged."""
+    settings = _first_settings(directory) or LeagueSettings()
     state, events = LeagueState(settings), 0
     for path in sorted(directory.glob("state-*.msgpack"), reverse=True):
         try:
@@ -194,7 +217,7 @@ def _load(directory: Path, settings: LeagueSettings, *, repair: bool = True) -> 
             break
         except (Damaged, OSError) as error:
             log.warning("%s cannot be read (%s); an earlier snapshot is used", path, error)
-    segments = sorted((directory / "journal").glob("*.jsonl"))
+    segments = sorted((directory / _JOURNAL).glob("*.jsonl"))
     for path, following in itertools.zip_longest(segments, segments[1:]):
         first = int(path.stem)
         if following is not None and int(following.stem) <= events:
@@ -232,14 +255,13 @@ def _pack(state: LeagueState, events: int) -> bytes:
     content = {
         "format": _FORMAT,
         "events": events,
+        "settings": settings_to_json(state.settings),
         "players": [dataclasses.asdict(player) for player in state.players.values()],
         "payoff": state.payoff.half(),
         "elo": dict(state.elo),
         "skill": {name: dataclasses.astuple(skill) for name, skill in state.skill.items()},
         "quality": dict(state.quality),
         "recent": {name: recent.entries for name, recent in state.recent.items()},
-        "open_matches": [dataclasses.asdict(match) for match in state.open_matches.values()],
-        "next_match": state.next_match,
         "results": state.results,
         "reports": dict(state.reports),
     }
@@ -264,23 +286,21 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _unpack(data: bytes, settings: LeagueSettings) -> tuple[LeagueState, int]:
+def _unpack(data: bytes, first: LeagueSettings) -> tuple[LeagueState, int]:
+    """`first`: settings at the first event, for snapshots without settings."""
     try:
         content: Mapping[str, Any] = msgpack.unpackb(data, use_list=False)
-        if content["format"] != _FORMAT:
+        if content["format"] not in (_FORMAT, _WITHOUT_SETTINGS):
             raise Damaged(f"It has format {content['format']}; this release reads {_FORMAT}.", "Update Ludus.")
         players = [player_from_json(values) for values in content["players"]]
-        matches = [MatchIssued(**values) for values in content["open_matches"]]
         state = LeagueState(
-            settings,
+            first if content["format"] == _WITHOUT_SETTINGS else settings_from_json(content["settings"]),
             {player.name: player for player in players},
             PayoffTable.from_half(content["payoff"]),
             content["elo"],
             {name: SkillEstimate(*values) for name, values in content["skill"].items()},
             content["quality"],
             {name: _recent_results(entries) for name, entries in content["recent"].items()},
-            {match.match: match for match in matches},
-            content["next_match"],
             content["results"],
             content["reports"],
         )

@@ -1,10 +1,10 @@
-"""Choice of the opponent for a training player. Pure: randomness comes from the given generator.
+"""Probabilities of the opponents of a training player. Pure: the coordinator publishes them, and samplers draw with them.
 
 Prioritised fictitious self-play (PFSP) draws opponents with weights that depend on the win rate against them; the probabilities of
 the roles are those of AlphaStar (Vinyals et al. 2019). The other schemes are plain self-play, fictitious self-play, OpenAI Five's 80/20
 with quality scores, round-robin, and PSRO (Lanctot et al. 2017), which draws from the meta-strategy over the population.
 
-A scheme is a mixture of branches. `choose_opponent` draws a branch and evaluates that one only; `opponent_probabilities` evaluates all.
+A scheme is a mixture of branches: shares of the matches with their opponents.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class MatchmakingView:
     payoff: PayoffTable
     quality: Mapping[str, float] = field(default_factory=dict)
     """Quality scores of snapshots, for `past_quality`."""
-    matches: int = 0
-    """Matches issued so far, for `round_robin`."""
 
 
 Pool = tuple[Sequence[str], Doubles]
@@ -84,30 +82,17 @@ class MatchmakingBranch:
     """A share of a player's matches, and the opponents in these matches."""
 
     share: float
-    pool: Callable[[], Pool]
-
-
-def choose_opponent(view: MatchmakingView, player: Player, settings: MatchmakingSettings, random: np.random.Generator) -> str:
-    """Return the name of the next opponent; the player itself if there is no other."""
-    branches = SCHEMES[settings.scheme](view, player, settings)
-    at = 0
-    if len(branches) > 1:
-        shares = np.cumsum([branch.share for branch in branches])
-        at = min(int(np.searchsorted(shares, random.random() * shares[-1], side="right")), len(branches) - 1)
-    names, probabilities = branches[at].pool()
-    if settings.scheme == ROUND_ROBIN:
-        return names[view.matches % len(names)]
-    return names[int(random.choice(len(names), p=probabilities))]
+    pool: Pool
 
 
 def opponent_probabilities(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> dict[str, float]:
-    """Return the probability of every opponent with which `choose_opponent` draws it; they add up to 1."""
+    """Return the probability of every opponent; they add up to 1. Without another player it is the player itself."""
     found: dict[str, float] = {}
-    branches = [branch for branch in SCHEMES[settings.scheme](view, player, settings) if branch.share > 0]
+    branches = SCHEMES[settings.scheme](view, player, settings)
     whole = sum(branch.share for branch in branches)
     for branch in branches:
-        for name, probability in zip(*branch.pool(), strict=True):
-            if probability > 0:
+        for name, probability in zip(*branch.pool, strict=True):
+            if branch.share * probability > 0:
                 found[name] = found.get(name, 0.0) + branch.share / whole * float(probability)
     return found
 
@@ -157,19 +142,15 @@ def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings
 
 
 def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
-    branches = [MatchmakingBranch(settings.main_pfsp, lambda: _all_by_pfsp(view, player, settings))]
+    branches = [MatchmakingBranch(settings.main_pfsp, _all_by_pfsp(view, player, settings))]
     mains = _names(view, role=PlayerRole.MAIN) or [player.name]
     verified = settings.main_verification / len(mains)
     rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
     for main in mains:
-        against = functools.partial(_self_play_or_snapshots, view, player, main, settings.too_hard)
-        verify = functools.partial(_verification_or_match, view, player, main, settings)
+        against = _self_play_or_snapshots(view, player, main, settings.too_hard)
+        verify = _verification(view, player, main, settings) or against
         branches += [MatchmakingBranch(verified, verify), MatchmakingBranch(rest, against)]
     return branches
-
-
-def _verification_or_match(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool:
-    return _verification(view, player, opponent, settings) or _self_play_or_snapshots(view, player, opponent, settings.too_hard)
 
 
 def _verification(view: MatchmakingView, player: Player, opponent: str, settings: MatchmakingSettings) -> Pool | None:
@@ -200,13 +181,12 @@ def _self_play_or_snapshots(view: MatchmakingView, player: Player, opponent: str
 
 def _for_main_exploiter(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     mains = _names(view, role=PlayerRole.MAIN)
-    too_hard = settings.exploiter_too_hard
-    against = [functools.partial(_self_play_or_snapshots, view, player, main, too_hard) for main in mains]
+    against = [_self_play_or_snapshots(view, player, main, settings.exploiter_too_hard) for main in mains]
     return [MatchmakingBranch(1 / len(mains), pool) for pool in against] or _pfsp_all(view, player, settings)
 
 
 def _pfsp_all(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
-    return [MatchmakingBranch(1.0, lambda: _all_by_pfsp(view, player, settings))]
+    return [MatchmakingBranch(1.0, _all_by_pfsp(view, player, settings))]
 
 
 def _all_by_pfsp(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> Pool:
@@ -219,14 +199,12 @@ def _all_by_pfsp(view: MatchmakingView, player: Player, settings: MatchmakingSet
 
 
 def _self_play(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
-    return [MatchmakingBranch(1.0, lambda: _certainly(player.name))]
+    return [MatchmakingBranch(1.0, _certainly(player.name))]
 
 
 def _fictitious(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """Every past version of the player with equal probability, itself included."""
-    return [
-        MatchmakingBranch(1.0, lambda: _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))
-    ]
+    return [MatchmakingBranch(1.0, _equally([player.name, *_names(view, role=PlayerRole.HISTORICAL, parent=player.name)]))]
 
 
 def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
@@ -235,8 +213,8 @@ def _past_quality(view: MatchmakingView, player: Player, settings: MatchmakingSe
     if not past:
         return _self_play(view, player, settings)
     return [
-        MatchmakingBranch(settings.latest, lambda: _certainly(player.name)),
-        MatchmakingBranch(1 - settings.latest, lambda: (past, quality_probabilities(view.quality, past))),
+        MatchmakingBranch(settings.latest, _certainly(player.name)),
+        MatchmakingBranch(1 - settings.latest, (past, quality_probabilities(view.quality, past))),
     ]
 
 
@@ -252,13 +230,13 @@ def quality_after_loss(quality: float, probability: float, pool: int, rate: floa
 
 
 def _round_robin(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
-    """All other players equally often; matches that are issued one by one go in turn."""
-    return [MatchmakingBranch(1.0, lambda: _equally([name for name in _names(view) if name != player.name] or [player.name]))]
+    """All other players with equal probability."""
+    return [MatchmakingBranch(1.0, _equally([name for name in _names(view) if name != player.name] or [player.name]))]
 
 
 def _psro(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     """The population by its meta-strategy: the player trains a best response to it."""
-    return [MatchmakingBranch(1.0, lambda: meta_strategy(view, settings.meta_solver) or _certainly(player.name))]
+    return [MatchmakingBranch(1.0, meta_strategy(view, settings.meta_solver) or _certainly(player.name))]
 
 
 def meta_strategy(view: MatchmakingView, solver: str) -> Pool | None:
@@ -274,7 +252,6 @@ def _solve(solver: str, players: int, payoffs: bytes) -> Doubles:
     return find_meta_solver(solver)(np.frombuffer(payoffs, np.float64).reshape(players, players))[0]
 
 
-ROUND_ROBIN: Final = "round_robin"
 PSRO: Final = "psro"
 Scheme = Callable[[MatchmakingView, Player, MatchmakingSettings], list[MatchmakingBranch]]
 SCHEMES: Final[Mapping[str, Scheme]] = {
@@ -283,6 +260,6 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
     "fictitious": _fictitious,
     "past_quality": _past_quality,
     "pfsp": _pfsp_all,
-    ROUND_ROBIN: _round_robin,
+    "round_robin": _round_robin,
     PSRO: _psro,
 }

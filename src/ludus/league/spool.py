@@ -18,8 +18,8 @@ from typing import Final
 
 from ludus.errors import Damaged, Fenced
 from ludus.io.atomic_file import replace_file
-from ludus.league.events import LeagueEvent, check_types, event_from_json, event_to_json
-from ludus.league.journal import LeagueJournal, read_settings
+from ludus.league.events import LeagueEvent, check_submitted, event_from_json, event_to_json
+from ludus.league.journal import LeagueJournal
 from ludus.league.state import Refusal
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,8 @@ def submit_events(directory: Path, events: Sequence[LeagueEvent]) -> list[Refusa
 
     Returns the refusals, or None if the coordinator will apply the events. Raises NotFound if there is no league.
     """
-    settings = read_settings(directory)
     try:
-        journal = LeagueJournal(directory, settings)
+        journal = LeagueJournal(directory)
     except Fenced:
         name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json"
         (directory / _FOLDER).mkdir(exist_ok=True)
@@ -58,7 +57,7 @@ def apply_spool(journal: LeagueJournal) -> int:
         try:
             events = [event_from_json(values) for values in json.loads(path.read_bytes())]
             for event in events:
-                check_types(event)
+                check_submitted(event)
         except (ValueError, TypeError, AttributeError, Damaged) as error:
             log.warning("%s is not applied to the league: %s", path, error)
             path.rename(path.with_suffix(".damaged"))

@@ -9,83 +9,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
 from ludus.league.events import (
     LeagueEvent,
-    MatchFinished,
-    MatchIssued,
     PlayerAdded,
     PlayerQuarantined,
     PlayerRetired,
     PlayerTrained,
     ResultsReported,
+    SettingsChanged,
     SnapshotTaken,
     SourceClosed,
-    is_valid_score,
 )
-from ludus.league.matchmaking import (
-    MatchmakingSettings,
-    MatchmakingView,
-    choose_opponent,
-    quality_after_loss,
-    quality_probabilities,
-)
+from ludus.league.matchmaking import MatchmakingView, quality_after_loss, quality_probabilities
 from ludus.league.payoff import PayoffTable
 from ludus.league.players import Player, PlayerRole
-from ludus.league.ratings import ELO_K, ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
+from ludus.league.ratings import ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
 from ludus.league.recent import PairResults, RecentResults
+from ludus.league.settings import LeagueSettings
 
 _MAX_RATED_AT_ONCE: Final = 100
 """Results of one report that change the ratings one by one; further ones only count in the payoff table."""
-
-
-@dataclass(frozen=True)
-class SnapshotRule:
-    """When a training player is copied to a historical one."""
-
-    min_steps: int = 100_000
-    """Minimum environment steps since its last snapshot."""
-    max_steps: int = 200_000
-    """Take a snapshot after this number of steps at the latest."""
-    win_rate: float = 0.7
-    """Before `max_steps`: minimum win rate against each of its opponents."""
-    reset: float = 0.0
-    """Probability that the player then starts again from its initial weights."""
-
-
-@dataclass(frozen=True)
-class LeagueSettings:
-    matchmaking: MatchmakingSettings = field(default_factory=MatchmakingSettings)
-    snapshots: Mapping[PlayerRole, SnapshotRule] = field(
-        default_factory=lambda: {
-            PlayerRole.MAIN: SnapshotRule(),
-            PlayerRole.MAIN_EXPLOITER: SnapshotRule(reset=1.0),
-            PlayerRole.LEAGUE_EXPLOITER: SnapshotRule(reset=0.25),
-        }
-    )
-    decay: float = 0.99
-    """Discount of older results of a pair per new result."""
-    elo_k: float = ELO_K
-    rating_window: int = 400
-    """Latest results of a training player that count for its fitted rating."""
-    max_open_matches: int = 4096
-    """Most issued matches without a result; with more, the oldest is dropped and its result will be refused."""
-    seed: int = 0
-
-
-def settings_to_json(settings: LeagueSettings) -> dict[str, Any]:
-    return asdict(settings)
-
-
-def settings_from_json(values: Mapping[str, Any]) -> LeagueSettings:
-    """Raises TypeError, ValueError or KeyError for unknown or missing keys."""
-    matchmaking = MatchmakingSettings(**values["matchmaking"])
-    snapshots = {PlayerRole(role): SnapshotRule(**rule) for role, rule in values["snapshots"].items()}
-    return LeagueSettings(**{**values, "matchmaking": matchmaking, "snapshots": snapshots})
+_MAX_COUNT: Final = 1 << 40
+"""Most wins, draws or losses in one report: sums of more could not be stored exactly."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +49,13 @@ class LeagueState:
     """Quality scores of snapshots (OpenAI Five)."""
     recent: Mapping[str, RecentResults] = field(default_factory=dict)
     """Latest results of the training players."""
-    open_matches: Mapping[int, MatchIssued] = field(default_factory=dict)
-    next_match: int = 1
     results: int = 0
     """Matches counted so far."""
     reports: Mapping[str, int] = field(default_factory=dict)
     """Source → number of its last report."""
 
     def view(self) -> MatchmakingView:
-        return MatchmakingView(self.players, self.payoff, self.quality, self.next_match)
+        return MatchmakingView(self.players, self.payoff, self.quality)
 
 
 @dataclass(frozen=True)
@@ -121,6 +69,8 @@ class Refusal:
 def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
     """Apply an event."""
     match event:
+        case SettingsChanged():
+            return replace(state, settings=event.settings)
         case PlayerAdded():
             return _add_player(state, event.player)
         case PlayerTrained():
@@ -131,10 +81,6 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
             return _with_player(state, event.name, retired=True)
         case PlayerQuarantined():
             return _with_player(state, event.name, quarantine=event.reason)
-        case MatchIssued():
-            return _issue_match(state, event)
-        case MatchFinished():
-            return _finish_match(state, event)
         case ResultsReported():
             return _count_report(state, event)
         case SourceClosed():
@@ -147,6 +93,8 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
 def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
     if player.name in state.players:
         return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
+    if player.rating is not None and not math.isfinite(player.rating):
+        return Refusal(f"The rating of {player.name!r} is {player.rating}: it must be finite.")
     start = player.rating if player.rating is not None else state.elo.get(player.parent or "", ELO_START)
     return replace(
         state,
@@ -208,43 +156,7 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
     )
 
 
-# -- matches ----------------------------------------------------------------------------------------------------------------
-
-
-def propose_match(state: LeagueState, player: str) -> MatchIssued | Refusal:
-    """The next match of a training player. The same state always proposes the same match."""
-    own = state.players.get(player)
-    if own is None:
-        return _unknown(player)
-    if not own.available:
-        return Refusal(f"The player {player!r} is {'retired' if own.retired else 'in quarantine: ' + own.quarantine}.")
-    random = np.random.default_rng([state.settings.seed, state.next_match])
-    opponent = choose_opponent(state.view(), own, state.settings.matchmaking, random)
-    return MatchIssued(state.next_match, player, opponent, swap_sides=bool(random.integers(2)))
-
-
-def _issue_match(state: LeagueState, event: MatchIssued) -> LeagueState | Refusal:
-    for name in (event.player, event.opponent):
-        if name not in state.players:
-            return _unknown(name)
-    if event.match < state.next_match:
-        return Refusal(f"Match {event.match} was issued before.", repeated=True)
-    open_matches = {**state.open_matches, event.match: event}
-    if len(open_matches) > state.settings.max_open_matches:
-        del open_matches[next(iter(open_matches))]
-    return replace(state, open_matches=open_matches, next_match=event.match + 1)
-
-
-def _finish_match(state: LeagueState, event: MatchFinished) -> LeagueState | Refusal:
-    issued = state.open_matches.get(event.match)
-    if issued is None:
-        known = 0 < event.match < state.next_match
-        return Refusal(f"Match {event.match} {'is over' if known else 'was never issued'}.", repeated=known)
-    if not is_valid_score(event.score):
-        return Refusal(f"The score of match {event.match} is {event.score}: it must be between 0 and 1.")
-    left = {number: one for number, one in state.open_matches.items() if number != event.match}
-    won, drawn = int(event.score > 0.5), int(event.score == 0.5)
-    return _count(replace(state, open_matches=left), issued.player, issued.opponent, won, drawn, 1 - won - drawn)
+# -- results ----------------------------------------------------------------------------------------------------------------
 
 
 def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refusal:
@@ -254,8 +166,11 @@ def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | R
     last = state.reports.get(event.source, 0)
     if event.number <= last:
         return Refusal(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
-    if min(event.wins, event.draws, event.losses) < 0:
-        return Refusal(f"Report {event.number} of {event.source!r} has a negative number of results.")
+    counts = (event.wins, event.draws, event.losses)
+    if min(counts) < 0 or max(counts) > _MAX_COUNT:
+        return Refusal(
+            f"The numbers of results in report {event.number} of {event.source!r} are {counts}: negative or too large."
+        )
     if event.gain is not None and not math.isfinite(event.gain):
         return Refusal(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
     counted = replace(state, reports={**state.reports, event.source: event.number})

@@ -1,9 +1,15 @@
-"""Policies of league players: stored versions, scripts, and random actions."""
+"""Policies of league players: stored versions, scripts, and random actions.
+
+<league>/code/opponents.py       copies of the modules that the league's file names, for machines that do not have them
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -11,11 +17,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus.core import spaces
+from ludus.core import spaces, trust
 from ludus.core.plugins import import_object
 from ludus.core.tree import Array, Tree, leaves, map_tree, stack
 from ludus.envs.pettingzoo import sample_action
-from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName
+from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, UsageError
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.models.policy import BatchDecision
@@ -27,7 +33,35 @@ log = logging.getLogger(__name__)
 RULE: Final = "rule:"
 """Prefix of a script of the environment."""
 RANDOM_RULE: Final = "rule:random"
-SCRIPT: Final = "script:"
+SCRIPT: Final = trust.SCRIPT
+CODE: Final = "code"
+"""Folder of a league with copies of modules."""
+
+
+class ModelKind(Enum):
+    """What the model of a player can be."""
+
+    RULE = "rule"
+    """`rule:random`, or another script of the environment."""
+    SCRIPT = "script"
+    """`script:module:function`."""
+    STORED = "stored"
+    """A run, RUN/best, RUN@VERSION or a checkpoint; the league has a copy of it."""
+
+
+def kind_of_model(model: str) -> ModelKind:
+    """The kind of a player's model. Raises UsageError if no player of a league can have it."""
+    if model.startswith(RULE):
+        return ModelKind.RULE
+    if model.startswith(SCRIPT):
+        return ModelKind.SCRIPT
+    refused = "an export" if model.endswith(".onnx") else "an address" if model.startswith(("http://", "https://")) else None
+    if refused is not None:
+        raise UsageError(
+            f"{model} is {refused}, which cannot play in training.",
+            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function.",
+        )
+    return ModelKind.STORED
 
 
 class WithSpaces(Protocol):
@@ -37,6 +71,14 @@ class WithSpaces(Protocol):
     def observation_space(self) -> gym.Space[Any]: ...
     @property
     def action_space(self) -> gym.Space[Any]: ...
+
+
+@dataclass(frozen=True)
+class PolicySpaces:
+    """The spaces that the policies of players have to have."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
 
 
 Script = Callable[[Tree, Any], Any]
@@ -54,8 +96,7 @@ def load_league_policy(
     if model == RANDOM_RULE:
         return None
     if model.startswith(SCRIPT):
-        function = import_object(model.removeprefix(SCRIPT), "player", lambda target, project: callable(target))
-        return ScriptedPolicy(function, like, on_failure)
+        return ScriptedPolicy(load_script(league, model), like, on_failure)
     if model.startswith(RULE):
         raise UnknownName(
             f"The environment has no script {model.removeprefix(RULE)!r}.", f"Use {RANDOM_RULE}, or {SCRIPT}module:function."
@@ -78,6 +119,49 @@ def load_league_policy(
         if spaces.array_spec(mine) != spaces.array_spec(theirs):
             raise IncompatibleCheckpoint(f"{model} has the {kind.replace('_', ' ')} {theirs}; here it is {mine}.")
     return policy
+
+
+def load_script(league: Path | None, model: str) -> Script:
+    """Import the function of `script:module:function`; with `league` also from its copies. Raises UsageError."""
+    name = model.removeprefix(SCRIPT)
+    if league is not None:
+        make_importable(league, name, "player")
+    function = import_object(name, "player", lambda target, project: callable(target))
+    if not callable(function):
+        raise UsageError(
+            f"{name!r} is a {type(function).__name__}, not a function.",
+            "A script is called with an observation and an action mask.",
+        )
+    script: Script = function
+    return script
+
+
+def make_importable(league: Path, name: str, kind: str) -> None:
+    """If the module of `module:function` is not on the import path but the league has a copy of it, import it from there from now on.
+
+    Copies are stored data: they are used only if the user gave the name or trusts all names. Raises Untrusted.
+    """
+    module = name.partition(":")[0]
+    try:
+        trust.find_module(module, name)
+    except UnknownName:
+        if not _has_copy(league, module):
+            return
+        if not trust.is_allowed(name):
+            raise trust.untrusted_error(name, kind, f"{module} is only in the directory of the league") from None
+        import_copies(league)
+
+
+def _has_copy(league: Path, module: str) -> bool:
+    path = league / CODE / module.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def import_copies(league: Path) -> None:
+    """Search modules also in the copies of the league, after all other places. The user has to have consented."""
+    code = str((league / CODE).absolute())
+    if code not in sys.path:
+        sys.path.append(code)
 
 
 class ScriptedPolicy:

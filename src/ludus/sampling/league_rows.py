@@ -14,13 +14,11 @@ import numpy as np
 import torch
 
 from ludus.config.schema import SelfPlayConfig
-from ludus.core import spaces
-from ludus.core.tree import Array, Tree, copy_into, map_tree, stack
+from ludus.core.tree import Array, Tree, map_tree, stack
 from ludus.core.types import DEFAULT_MODEL, Bools, Ints
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.pettingzoo import sample_action
 from ludus.errors import ConfigError
-from ludus.models.centralized_critic import OWN, CentralNetwork, actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
@@ -28,21 +26,10 @@ from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents
 from ludus.sampling.league_policies import RULE
 from ludus.sampling.match_opponents import MatchOpponent
 from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
+from ludus.sampling.self_play import FollowedSource, PolicyRowPlayer, join_rows
 
 _LEARNING, _OPPONENT = "learning", "opponent"
 _SIDES: Final = Seating({}, frozenset({_LEARNING}), LEAGUE)
-
-
-class FollowedSource:
-    """A policy source that remembers what it returned last, which is what the sampler plays with now."""
-
-    def __init__(self, source: PolicySource) -> None:
-        self._source = source
-        self.policy, self.version = source.newest()
-
-    def newest(self) -> tuple[Policy, int]:
-        self.policy, self.version = self._source.newest()
-        return self.policy, self.version
 
 
 class _RowPolicies:
@@ -76,7 +63,7 @@ class _RowPolicies:
         return self._states[model]
 
 
-class LeagueRowPlayer:
+class LeagueRowPlayer(PolicyRowPlayer):
     """Plays opponent rows with the opponents that a league chooses, and reports results to it. Implements RowPlayer."""
 
     def __init__(self, environments: OpponentRows, source: FollowedSource, settings: SelfPlayConfig, seed: int) -> None:
@@ -88,14 +75,10 @@ class LeagueRowPlayer:
                 f"config.self_play.opponents is league, and {environments.name} does not report who has won.",
                 "Add win/past and loss/past to the result_names of the environment.",
             )
-        self._environments, self._source = environments, source
-        self._newest: tuple[Policy, Policy] = source.policy, actor_policy(source.policy)
-        self._central = isinstance(source.policy.network, CentralNetwork)
-        match_of_row = environments.match_of_opponent
-        self._rows_of = [np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())]
-        rows = len(match_of_row)
+        super().__init__(source, environments.match_of_opponent, seed)
+        self._environments, self._steps = environments, 0
+        rows = len(environments.match_of_opponent)
         self._policies = _RowPolicies(rows)
-        self._steps = 0
         self._chooser = LeagueOpponents(
             Path(settings.league),
             settings.player,
@@ -106,14 +89,11 @@ class LeagueRowPlayer:
             scripts=[f"{RULE}{name}" for name in environments.script_names],
             period=settings.period,
         )
-        self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
-        self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
         own = MatchOpponent(LEAGUE, DEFAULT_MODEL)
         self._opponents: list[MatchOpponent] = [own] * rows
         self._groups: list[tuple[str | None, Ints]] = [(DEFAULT_MODEL, np.arange(rows))]
         """Rows that are played together: those of one policy, those with random actions (None), and all with scripts (RULE)."""
         self._action_space: gym.Space[Any] = environments.action_space
-        self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
 
     @property
     def versions(self) -> Ints:
@@ -129,12 +109,8 @@ class LeagueRowPlayer:
         if first.any():
             self._choose_opponents(first)
         self._steps += len(self._rows_of)
-        copy_into(self._observation, observation[OWN] if self._central else observation)
-        parts = [(rows, self._play_rows(model, rows, mask, first)) for model, rows in self._groups]
-        whole = map_tree(lambda x: np.empty((len(first), *x.shape[1:]), x.dtype), parts[0][1])
-        for rows, action in parts:
-            map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
-        return whole
+        self._see(observation)
+        return join_rows([(rows, self._play_rows(model, rows, mask, first)) for model, rows in self._groups])
 
     def finish(self, row: int, score: float) -> None:
         """A result is 1, 0 or -1 for the learning side, whatever the rewards are: they may be shaped."""
@@ -147,12 +123,11 @@ class LeagueRowPlayer:
         self._chooser.close()
 
     def _choose_opponents(self, first: Bools) -> None:
-        for rows in self._rows_of:
-            if first[rows[0]]:  # the rows of a match begin together
-                in_use = frozenset(one.model for one in self._opponents if one.model is not None)
-                chosen = self._chooser.choose(self._random, in_use)
-                for row in rows.tolist():
-                    self._opponents[row] = chosen
+        for rows in self._begun_matches(first):
+            in_use = frozenset(one.model for one in self._opponents if one.model is not None)
+            chosen = self._chooser.choose(self._random, in_use)
+            for row in rows.tolist():
+                self._opponents[row] = chosen
         rows_of: dict[str | None, list[int]] = {}
         for row, opponent in enumerate(self._opponents):
             model = opponent.model
@@ -176,12 +151,6 @@ class LeagueRowPlayer:
         for part, after in zip(states, acted.state, strict=True):
             part[rows] = after
         return acted.action
-
-    def _newest_actor(self) -> Policy:
-        """The policy that the sampler uses now; it does not change within a block."""
-        if self._source.policy is not self._newest[0]:
-            self._newest = self._source.policy, actor_policy(self._source.policy)
-        return self._newest[1]
 
 
 def with_league_opponents(environments: OpponentRows, source: PolicySource, settings: SelfPlayConfig, seed: int) -> PolicySource:

@@ -8,7 +8,7 @@ A deleted version or an empty store is not an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -145,29 +145,87 @@ class OpponentPolicies:
         return len(self._loaded)
 
 
-_NEWEST = -1  # in place of a version
+class FollowedSource:
+    """A policy source that remembers what it returned last, which is what the sampler plays with now."""
+
+    def __init__(self, source: PolicySource) -> None:
+        self._source = source
+        self.policy, self.version = self.newest()
+
+    def newest(self) -> tuple[Policy, int]:
+        self.policy, self.version = self._source.newest()
+        return self.policy, self.version
 
 
-class OpponentPlayer:
-    """Plays the opponent rows of vector environments, every match with one opponent from its first step to its last.
+class RecordedSource(FollowedSource):
+    """A followed source that adds every version to a history."""
 
-    The newest version follows the learner; a past version does not change. One forward pass per step and version.
-    """
+    def __init__(self, source: PolicySource, history: PolicyHistory) -> None:
+        self._history = history
+        super().__init__(source)
 
-    def __init__(
-        self, source: RecordedSource, history: PolicyHistory, settings: SelfPlayConfig, match_of_row: Ints, seed: int
-    ) -> None:
-        """`match_of_row`: by opponent row, a number of its match. `source`: the one that the sampler uses."""
-        self._source, self._past = source, OpponentPolicies(source.policy)
-        self._draw = OpponentDraw(settings, history)
+    def newest(self) -> tuple[Policy, int]:
+        newest = super().newest()
+        self._history.add(*newest)
+        return newest
+
+
+class PolicyRowPlayer:
+    """What players of opponent rows have in common: rows by match, what the rows see, and the newest version of the learner."""
+
+    def __init__(self, source: FollowedSource, match_of_row: Ints, seed: int) -> None:
+        """`source`: the one that the sampler uses. `match_of_row`: by opponent row, a number of its match."""
+        self._source = source
         self._newest: tuple[Policy, Policy] = source.policy, actor_policy(source.policy)
         self._central = isinstance(source.policy.network, CentralNetwork)
         self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
         self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
         self._rows_of = [np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())]
         rows = len(match_of_row)
-        self._opponents: Ints = np.full(rows, _NEWEST, np.int64)
         self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
+
+    def _see(self, observation: Tree) -> None:
+        """Keep the part of an observation that the policies see."""
+        copy_into(self._observation, observation[OWN] if self._central else observation)
+
+    def _begun_matches(self, first: Bools) -> Iterator[Ints]:
+        """The rows of every match that begins; the rows of a match begin together."""
+        return (rows for rows in self._rows_of if first[rows[0]])
+
+    def _newest_actor(self) -> Policy:
+        """The policy that the sampler uses now; it does not change within a block."""
+        if self._source.policy is not self._newest[0]:
+            self._newest = self._source.policy, actor_policy(self._source.policy)
+        return self._newest[1]
+
+
+def join_rows(parts: Sequence[tuple[Ints, Tree]]) -> Tree:
+    """The actions of all rows, from those of groups of rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    number = sum(len(rows) for rows, _ in parts)
+    whole = map_tree(lambda x: np.empty((number, *x.shape[1:]), x.dtype), parts[0][1])
+    for rows, action in parts:
+        map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
+    return whole
+
+
+_NEWEST = -1  # in place of a version
+
+
+class OpponentPlayer(PolicyRowPlayer):
+    """Plays the opponent rows of vector environments, every match with one opponent from its first step to its last.
+
+    The newest version follows the learner; a past version does not change. One forward pass per step and version.
+    """
+
+    def __init__(
+        self, source: FollowedSource, history: PolicyHistory, settings: SelfPlayConfig, match_of_row: Ints, seed: int
+    ) -> None:
+        super().__init__(source, match_of_row, seed)
+        self._past, self._draw = OpponentPolicies(source.policy), OpponentDraw(settings, history)
+        rows = len(match_of_row)
+        self._opponents: Ints = np.full(rows, _NEWEST, np.int64)
         self._state: tuple[Array, ...] = tuple(part.numpy().copy() for part in self._newest[1].initial_state(rows))
         self._steps = 0
 
@@ -186,18 +244,10 @@ class OpponentPlayer:
         if first.any():
             self._draw_opponents(first)
         self._steps += 1
-        copy_into(self._observation, observation[OWN] if self._central else observation)
+        self._see(observation)
         noise = self._newest_actor().draw_noise(len(first), self._generator)
-        whole: Tree = None
-        for opponent in np.unique(self._opponents).tolist():
-            rows = np.flatnonzero(self._opponents == opponent)
-            action = self._play_rows(opponent, rows, mask, first, noise)
-            if len(rows) == len(first):
-                return action
-            if whole is None:
-                whole = map_tree(lambda x: np.empty((len(first), *x.shape[1:]), x.dtype), action)
-            map_tree(lambda target, x, rows=rows: target.__setitem__(rows, x), whole, action)
-        return whole
+        groups = [(version, np.flatnonzero(self._opponents == version)) for version in np.unique(self._opponents).tolist()]
+        return join_rows([(rows, self._play_rows(version, rows, mask, first, noise)) for version, rows in groups])
 
     def finish(self, row: int, score: float) -> None:
         """Results do not change who is drawn."""
@@ -206,12 +256,11 @@ class OpponentPlayer:
         """Nothing to close."""
 
     def _draw_opponents(self, first: Bools) -> None:
-        for rows in self._rows_of:
-            if first[rows[0]]:  # the rows of a match begin together
-                version = self._draw.draw(self._random, self._steps, set(self._opponents[~self.latest].tolist()))
-                if version is not None:
-                    self._past.load(version, self._draw.active[version])
-                self._opponents[rows] = _NEWEST if version is None else version
+        for rows in self._begun_matches(first):
+            version = self._draw.draw(self._random, self._steps, set(self._opponents[~self.latest].tolist()))
+            if version is not None:
+                self._past.load(version, self._draw.active[version])
+            self._opponents[rows] = _NEWEST if version is None else version
         self._past.keep({*self._opponents.tolist(), *self._draw.active})
 
     def _play_rows(self, opponent: int, rows: Ints, mask: Bools | None, first: Bools, noise: Array) -> Tree:
@@ -227,26 +276,6 @@ class OpponentPlayer:
         for part, after in zip(self._state, acted.state, strict=True):
             part[rows] = after
         return acted.action
-
-    def _newest_actor(self) -> Policy:
-        """The policy that the sampler uses now; it does not change within a block."""
-        if self._source.policy is not self._newest[0]:
-            self._newest = self._source.policy, actor_policy(self._source.policy)
-        return self._newest[1]
-
-
-class RecordedSource:
-    """A policy source that adds every version to a history."""
-
-    def __init__(self, source: PolicySource, history: PolicyHistory) -> None:
-        self._source, self._history = source, history
-        self.policy, self.version = self.newest()
-        """What `newest` returned last."""
-
-    def newest(self) -> tuple[Policy, int]:
-        self.policy, self.version = self._source.newest()
-        self._history.add(self.policy, self.version)
-        return self.policy, self.version
 
 
 def with_past_opponents(

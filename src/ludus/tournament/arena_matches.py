@@ -32,7 +32,8 @@ from ludus.games.arena.engine.vector import Arena, building_health
 from ludus.games.arena.env.seats import ArenaOptions, Seats, action_space, observation_space
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
-from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, TrainedContestant
+from ludus.sampling.league_policies import PolicySpaces, ScriptedPolicy
+from ludus.tournament.contestants import RULE, Contestant, FunctionContestant, ScriptedContestant, TrainedContestant
 from ludus.tournament.result import HeroStats, MatchResult, contestant_in_camp, lopsidedness
 from ludus.tournament.settings import RANDOM, BattleSettings, Heroes, Pairing, noise_seed, schedule
 from ludus.tournament.stage import MatchEnd, OnMatchEnd, Stage, single_torch_thread
@@ -101,6 +102,18 @@ def check_contestant(one: Contestant, size: int) -> None:
             else "Other games are played with --env, or --server and --game."
         )
         raise IncompatibleCheckpoint(f"{one.label} cannot play the Arena {size}v{size}: {mismatch}.", hint)
+
+
+def _with_policy(one: Contestant, size: int) -> Contestant:
+    """A contestant whose function, if it is one, is a policy. An exception of the function ends the battle."""
+    if not isinstance(one, FunctionContestant):
+        return one
+
+    def end(reason: str) -> None:
+        raise UsageError(f"{one.label}: {reason}.", "Correct the function.")
+
+    like = PolicySpaces(spaces.split_mask(observation_space(size))[0], action_space(size))
+    return TrainedContestant(one.label, ScriptedPolicy(one.function, like, end), settings=one.settings)
 
 
 def fits_arena(policy: ActingPolicy) -> bool:
@@ -212,6 +225,7 @@ class ArenaStage(Stage):
     ) -> None:
         """`size`: heroes per camp; `every`: ticks between decisions. Raises UsageError, IncompatibleCheckpoint."""
         super().__init__()
+        contestants = _with_policy(contestants[0], size), _with_policy(contestants[1], size)
         for one in contestants:
             check_contestant(one, size)
         self._contestants, self._size, self._every, self._settings = contestants, size, every, settings

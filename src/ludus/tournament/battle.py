@@ -22,7 +22,7 @@ import gymnasium as gym
 from ludus.core import trust
 from ludus.envs.video_writer import FrameProgress
 from ludus.errors import LudusError, MissingExtra, StoreError, UsageError
-from ludus.tournament.contestants import Contestant, ServedContestant, TrainedContestant
+from ludus.tournament.contestants import Contestant, FunctionContestant, ServedContestant, TrainedContestant
 from ludus.tournament.gamecore_matches import GamecoreStage, GameLocation
 from ludus.tournament.result import BattleResult, MatchRecording, MatchResult, failure_text, lopsidedness_key, most_lopsided
 from ludus.tournament.settings import BattleSettings, RecordingSettings
@@ -96,6 +96,9 @@ def _open_stage(
     pair: Pair, settings: BattleSettings, location: GameLocation, env: BattleEnv | None, store: _RecordingStore
 ) -> Stage:
     served = any(isinstance(contestant, ServedContestant) for contestant in pair)
+    functions = [one.label for one in pair if isinstance(one, FunctionContestant)]
+    if env is None and functions and (location.needs_server or served):
+        raise UsageError(f"{functions[0]} plays in this process only.", "Name the environment (--env), or serve the function.")
     if env is None and (location.needs_server or served):
         return GamecoreStage(pair, settings, location, scratch_dir=store.scratch_dir, videos=bool(store.videos))
     server_options = {"--limit": location.limit_s, "--advertise": location.advertise, "--token-file": location.token_file}

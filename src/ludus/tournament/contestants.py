@@ -1,10 +1,11 @@
-"""Contestants of a battle: a run, checkpoint, version or export, an agent served over HTTP, or a built-in player of the game.
+"""Contestants of a battle: a run, checkpoint, version or export, an agent served over HTTP, a built-in player of the game, or a function.
 
 contestant("runs/arena/PPO_…")            its newest checkpoint; also RUN/best, RUN/checkpoints/000120, s3://…
 contestant("runs/arena/PPO_…@131")        version 131, of a checkpoint or kept in models/
 contestant("agent.onnx")                  an exported policy, run by onnxruntime
 contestant("http://10.0.0.5:8000")        an agent served there
 contestant("rule:hard")                   a built-in player of the game; "rule": the game's default one
+contestant("script:bots:centre_first")    a function of yours: (observation, action mask or None) → action
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
+from ludus.sampling.league_policies import SCRIPT, Script, load_script
 from ludus.sampling.trained_agent import TrainedAgent
 
 RULE: Final = "rule"
@@ -72,6 +74,20 @@ class ServedContestant:
 
 
 @dataclass(frozen=True)
+class FunctionContestant:
+    """A function of the user; `label` is its name, `script:module:function`. It plays in this process only."""
+
+    label: str
+    function: Script = field(repr=False)
+    env: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """`env` and `config:` of an experiment with the environment that it was written for; empty: unknown."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.label, "kind": "script"}
+
+
+@dataclass(frozen=True)
 class TrainedContestant:
     """A loaded policy and what is known of its training."""
 
@@ -98,7 +114,7 @@ class TrainedContestant:
         return {"name": self.label, "kind": kind, "where": self.where, "version": self.version}
 
 
-Contestant = ScriptedContestant | ServedContestant | TrainedContestant
+Contestant = ScriptedContestant | ServedContestant | FunctionContestant | TrainedContestant
 ContestantSource = str | Path | Result | TrainedAgent
 
 
@@ -111,6 +127,8 @@ def contestant(what: ContestantSource, *, model: str | None = None, token: str |
     text = str(what.run_dir if isinstance(what, Result) else what)
     if text == RULE or text.startswith(f"{RULE}:"):
         return ScriptedContestant(text.partition(":")[2])
+    if text.startswith(SCRIPT):
+        return FunctionContestant(text, load_script(None, text))
     if text.startswith(("http://", "https://")):
         return ServedContestant(text.rstrip("/"), token)
     if _ADDRESS.fullmatch(text) and not Path(text).exists():

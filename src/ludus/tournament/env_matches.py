@@ -37,7 +37,7 @@ from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.play import Step, step_of
-from ludus.tournament.contestants import Contestant, TrainedContestant
+from ludus.tournament.contestants import Contestant, FunctionContestant, TrainedContestant
 from ludus.tournament.players import ActionRequest, MatchPlayer, NoAction, make_player
 from ludus.tournament.result import SIDES, WHO, HeroStats, MatchResult, Who, contestant_in_camp, failure_text
 from ludus.tournament.settings import BattleSettings, Pairing, noise_seed, schedule
@@ -83,7 +83,8 @@ def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[st
 
     It is made as in that contestant's training; `options` override its env_config.
     """
-    known = [one for one in pair if isinstance(one, TrainedContestant) and agents_of(one.settings)]
+    several = [one for one in pair if isinstance(one, TrainedContestant | FunctionContestant) and agents_of(one.settings)]
+    known = sorted(several, key=lambda one: isinstance(one, FunctionContestant))  # training tells more than the file of a league
     if not known and name is None:
         return None, []
     chosen = name or known[0].env
@@ -96,7 +97,7 @@ def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[st
     return BattleEnv(chosen, {**config, **options}, wrappers, preprocess), notes
 
 
-def _env_settings(one: TrainedContestant | None) -> tuple[dict[str, Any], WrapperList, PreprocessConfig]:
+def _env_settings(one: TrainedContestant | FunctionContestant | None) -> tuple[dict[str, Any], WrapperList, PreprocessConfig]:
     """env_config, wrappers and preprocessing of a contestant's training; rewards are not clipped."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
     return dict(settings.get("env_config") or {}), settings.get("wrappers") or (), for_evaluation(preprocess_of(settings))
@@ -457,6 +458,7 @@ class EnvStage(Stage):
             ticks=match.steps,
             heroes=heroes,
             lopsided=0.0 if equal else abs(returns[0] - returns[1]),
+            gain=0.5 * sum(hero.numbers["return"] * (1 if hero.who == "a" else -1) for hero in heroes),
         )
         recording = None
         if match.steps_dir is not None and match.steps:

@@ -263,6 +263,7 @@ class GamecoreStage(Stage):
             elif isinstance(one, ServedContestant):
                 actors.append({"url": one.url} | ({"token": one.token} if one.token else {}))
             else:
+                assert isinstance(one, TrainedContestant)  # a battle with a function does not come here
                 seats = one.seats
                 if self._is_arena and per_hero:
                     seats = {ONLY_SEAT: one.policy}

@@ -20,13 +20,13 @@ from ludus.core import spaces
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools
 from ludus.envs.pettingzoo import AgentSpaces, Departure, sample_action
-from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
+from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError, user_frame
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
 from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent.policy_set import PolicySet, plain_action
 from ludus.serving.worker import FixedPolicySource
-from ludus.tournament.contestants import RULE, Contestant, ScriptedContestant, ServedContestant
+from ludus.tournament.contestants import RULE, Contestant, FunctionContestant, ScriptedContestant, ServedContestant
 from ludus.tournament.result import MAX_REASON_CHARS, failure_text
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,27 @@ class RandomPlayer(MatchPlayer):
             plain_action(sample_action(self._agents[request.agent].action, request.mask, self._random[request.match]))
             for request in requests
         ]
+
+
+class FunctionPlayer(MatchPlayer):
+    """A function of the user. A match in which it raises, or returns something else than an action, fails."""
+
+    def __init__(self, contestant: FunctionContestant, agents: Mapping[str, AgentSpaces]) -> None:
+        self._contestant = contestant
+        self._fit = {agent: spaces.SpaceParser(known.action, f"the action of {agent}") for agent, known in agents.items()}
+
+    def act(self, requests: Sequence[ActionRequest]) -> list[Any]:
+        return [self._act_once(request) for request in requests]
+
+    def begin(self, match: int, seed: int) -> None:
+        """A function has no state."""
+
+    def _act_once(self, request: ActionRequest) -> Any:
+        try:
+            return plain_action(self._fit[request.agent](self._contestant.function(request.observation, request.mask)))
+        except Exception as error:  # code of the user
+            log.debug("%s failed", self._contestant.label, exc_info=True)
+            return NoAction(f"{self._contestant.label} failed: {error!r}{user_frame(error)}"[:MAX_REASON_CHARS])
 
 
 class PolicyPlayer(MatchPlayer):
@@ -301,6 +322,8 @@ def make_player(
         return RandomPlayer(agents, max_matches)
     if isinstance(contestant, ServedContestant):
         return RemotePlayer(contestant, agents)
+    if isinstance(contestant, FunctionContestant):
+        return FunctionPlayer(contestant, agents)
     policies = {}
     for agent, known in agents.items():
         if agent not in contestant.seats and contestant.several:

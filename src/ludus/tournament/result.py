@@ -72,6 +72,8 @@ class MatchResult:
     heroes: tuple[HeroStats, ...] = ()
     lopsided: float = 0.0
     """0 is an even match. At most 2 in the Arena; in an environment the difference between the mean returns of the camps."""
+    gain: float | None = None
+    """Half of the difference between the total returns of A and B; None: the game reports only who has won."""
     recording: str | None = None
     video: str | None = None
 
@@ -160,6 +162,13 @@ class BattleResult:
     @property
     def interval(self) -> tuple[float, float]:
         return self.total.bounds
+
+    @property
+    def gain(self) -> float | None:
+        """Sum of the gains of A; None if the game reports only who has won."""
+        gains = [game.gain for game in self.games if not game.failed]
+        known = [gain for gain in gains if gain is not None]
+        return sum(known) if len(known) == len(gains) else None
 
     @property
     def sides(self) -> dict[str, WinLossCount]:

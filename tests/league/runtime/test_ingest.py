@@ -19,8 +19,8 @@ from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import ingest
 from ludus.league.runtime.ingest import ResultIngest
+from ludus.league.settings import LeagueSettings
 from ludus.league.spool import apply_spool, submit_events
-from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import PairReport, ResultSpool, SpoolReader
 
 
@@ -140,7 +140,7 @@ READER = """
 import sys, pathlib, time
 from ludus.league.journal import LeagueJournal
 from ludus.league.runtime.ingest import ResultIngest
-from ludus.league.state import LeagueSettings
+from ludus.league.settings import LeagueSettings
 journal = LeagueJournal(pathlib.Path(sys.argv[1]), LeagueSettings(), snapshot_every=50)
 reports = ResultIngest(journal)
 print("ready", flush=True)

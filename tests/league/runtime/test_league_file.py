@@ -9,7 +9,7 @@ from ludus.core import trust
 from ludus.errors import ConfigError
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import check_players, locate_problems, player_experiment, read_league
-from ludus.league.state import SnapshotRule
+from ludus.league.settings import SnapshotRule
 
 ENV = "tests.league.games:make_rps"
 
@@ -127,3 +127,19 @@ def test_a_rating_is_a_finite_number(tmp_path: Path) -> None:
     path = league(tmp_path, f"env: {ENV}\nplayers:\n  main: {{}}\n  old: {{role: fixed, model: 'rule:random', rating: .nan}}\n")
     (line,) = problems(path)
     assert line.startswith("league.yaml:4: players.old.rating is nan")
+
+
+def test_a_share_is_positive_and_for_players_that_train(tmp_path: Path) -> None:
+    players = """players:
+  main: {share: 0}
+  other: {share: .inf}
+  still: {role: fixed, model: "rule:random", share: 0.5}
+"""
+    found = problems(league(tmp_path, f"env: {ENV}\n{players}"))
+    assert [line.partition(" is ")[0] for line in found[:2]] == [
+        "league.yaml:3: players.main.share",
+        "league.yaml:4: players.other.share",
+    ]
+    assert "a fixed player does not train: leave its share out" in found[2]
+    config = read_league(league(tmp_path, f"env: {ENV}\nplayers: {{main: {{}}, cheap: {{role: main_exploiter, share: 0.25}}}}\n"))
+    assert config.shares() == {"main": 1.0, "cheap": 0.25}

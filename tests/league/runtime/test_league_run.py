@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ import pytest
 import yaml
 
 from ludus.core import trust
-from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
+from ludus.errors import ConfigError, EnvironmentFault, Fenced, LudusError, StoreFull
 from ludus.experiments.control.restart_policy import LearnerFailure
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
-from ludus.league.journal import LeagueJournal, read_state
+from ludus.league.journal import read_events, read_state
 from ludus.league.players import PlayerRole
 from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
@@ -28,7 +30,6 @@ from ludus.league.runtime.league_file import LeagueConfig, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
 from ludus.league.runtime.workers import LeagueTask
 from ludus.league.spool import submit_events
-from ludus.league.state import LeagueSettings
 from ludus.sampling.league_files import read_matchmaking
 from ludus.tournament.contestants import TrainedContestant, contestant
 from tests.waiting import wait_until
@@ -85,6 +86,12 @@ def test_a_league_trains_in_turns_takes_snapshots_and_goes_on_after_its_end(tmp_
     again = run(tmp_path, league(tmp_path, stop={"timesteps": 1024}))
     assert again.state.results == 1024
     assert again.state.players["main.1"] == state.players["main.1"]
+
+
+def test_a_player_with_a_quarter_of_the_share_has_a_quarter_of_the_steps(tmp_path: Path) -> None:
+    players = {"main": {}, "hunter": {"role": "main_exploiter", "share": 0.25}}
+    state = run(tmp_path, league(tmp_path, players=players, turn_steps=64, stop={"timesteps": 320})).state
+    assert [state.players[name].steps for name in ("main", "hunter")] == [256, 64]
 
 
 def test_several_players_train_at_once(tmp_path: Path) -> None:
@@ -191,17 +198,17 @@ def command(*words: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_learner_by_hand_trains_and_stops_with_the_league(tmp_path: Path) -> None:
+def test_a_learner_by_hand_trains_through_resets_and_stops_with_the_league(tmp_path: Path) -> None:
     file, directory = tmp_path / "league.yaml", tmp_path / "league"
-    file.write_text(
-        yaml.safe_dump(
-            league(tmp_path, players={"main": {}, "other": {}}, parallel=0, checkpoint_time_s=0.5, stop={"snapshots": 3})
-        )
-    )
+    data = league(tmp_path, players={"main": {}, "other": {}}, parallel=0, checkpoint_time_s=0.5, stop={"snapshots": 3})
+    file.write_text(yaml.safe_dump(data | {"snapshots": {"main": {"min_steps": 200, "max_steps": 200, "reset": 1.0}}}))
     with command("run", "-f", file, "--dir", directory) as coordinator:
         wait_until(lambda: (directory / "league.yaml").exists(), 60)
-        with pytest.raises(Fenced):
-            LeagueJournal(directory, LeagueSettings())
+        with command("run", "-f", file, "--dir", directory) as second:
+            assert (
+                f"Another process runs the league in {directory} (process {coordinator.pid}" in second.communicate(timeout=60)[0]
+            )
+        assert second.returncode == 1
         with command("learner", directory, "--player", "main") as learner:
             wait_until(lambda: is_claimed(directory, "main"), 60)
             with pytest.raises(Fenced, match=f"process {learner.pid}"), claim_player(directory, "main"):
@@ -210,8 +217,54 @@ def test_a_learner_by_hand_trains_and_stops_with_the_league(tmp_path: Path) -> N
         assert coordinator.communicate(timeout=60)[0].count("snapshot main.") >= 3
     assert (learner.returncode, coordinator.returncode) == (0, 0), out
     state = read_state(directory)
-    assert state.players["other"].steps == 0
+    assert (state.players["other"].steps, state.players["main"].generation) == (0, 3)
+    assert (directory / "players/main/g2/checkpoints").is_dir(), "it has trained after the second reset"
     assert state.results > 0
+
+
+def test_a_learner_by_hand_takes_over_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    file, directory, pause = tmp_path / "league.yaml", tmp_path / "league", tmp_path / "pause"
+    data = league(tmp_path, players={"main": {}}, env_config={"paused_by": str(pause)}, stop={"timesteps": 1_000_000})
+    file.write_text(yaml.safe_dump(data | {"snapshots": {}}))
+    pause.touch()
+    with command("run", "-f", file, "--dir", directory) as coordinator:
+        wait_until(lambda: is_claimed(directory, "main"), 90)
+        with command("learner", directory, "--player", "main", "--steps", 128, "--json") as learner:
+            wait_until((directory / "learners/main.next").exists, 90)
+            pause.unlink()
+            out = learner.communicate(timeout=150)[0]
+        assert learner.returncode == 0, out
+        assert "main is trained by another process" in out
+        assert json.loads(out.splitlines()[-1])["timesteps"] == 256, "one turn of the coordinator, then this learner"
+        wait_until(lambda: read_state(directory).players["main"].steps > 256, 90)  # then the coordinator again
+        coordinator.send_signal(signal.SIGINT)
+        said = coordinator.communicate(timeout=60)[0]
+    assert "failed" not in said
+    assert "tried again" not in said
+
+
+def test_a_process_that_waits_for_a_player_is_the_next_to_train_it(tmp_path: Path) -> None:
+    announced: list[str] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def take_over() -> None:
+        with claim_player(tmp_path, "main", 60.0, announced.append):
+            entered.set()
+            leave.wait(60)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with claim_player(tmp_path, "main"):
+            waiting = pool.submit(take_over)
+            wait_until(lambda: announced, 30)
+            assert f"process {os.getpid()}" in announced[0]
+            assert not entered.is_set()
+        assert is_claimed(tmp_path, "main"), "the coordinator gives it no further turn"
+        assert entered.wait(30)
+        with pytest.raises(Fenced, match="One player has one learner"), claim_player(tmp_path, "main", 1.0):
+            pass
+        leave.set()
+        waiting.result(30)
+    assert not is_claimed(tmp_path, "main")
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
@@ -221,7 +274,7 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
     for kill in range(kills):
         with command("run", "-f", file, "--dir", directory) as coordinator:
             enough = 300 * (kill + 1)
-            wait_until(lambda: (directory / "settings.json").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
+            wait_until(lambda: (directory / "league.yaml").exists() and read_state(directory).results >= enough, 90)  # noqa: B023
             coordinator.send_signal(signal.SIGKILL)
             coordinator.wait(10)
             assert coordinator.stdout is not None
@@ -231,9 +284,7 @@ def test_kill_9_of_the_coordinator_ends_its_learners_and_loses_nothing(tmp_path:
         coordinator.send_signal(signal.SIGINT)
         coordinator.communicate(timeout=60)
     assert coordinator.returncode == 130
-    journal = LeagueJournal(directory, LeagueSettings())
-    events = list(journal.history())
-    journal.close()
+    events = list(read_events(directory))
     counted = [(one.source, one.number) for one in events if isinstance(one, ResultsReported)]
     assert len(counted) == len(set(counted))
     taken = [one for one in events if isinstance(one, SnapshotTaken)]
@@ -252,21 +303,36 @@ def test_a_player_that_another_process_takes_at_the_start_of_its_turn_is_not_exc
     assert state.players["main"].steps == 384
 
 
-@pytest.mark.parametrize("error", [StoreFull("No space left."), Fenced("It trains elsewhere.")])
-def test_errors_that_are_not_the_fault_of_a_player_do_not_exclude_it(
+def fail_with(monkeypatch: pytest.MonkeyPatch, player: str, failures: list[LudusError]) -> None:
+    """Let the next turns of a player end with these errors, as its process would report them."""
+    failure_of = LeagueTask.failure
+
+    def failure(task: LeagueTask) -> LearnerFailure | None:
+        return failure_of(task) if task.name != player or not failures else LearnerFailure(str(failures[-1]), failures.pop())
+
+    monkeypatch.setattr(LeagueTask, "failure", failure)
+
+
+@pytest.mark.parametrize("error", [StoreFull("No space left."), Fenced("It trains elsewhere."), EnvironmentFault("It raised.")])
+def test_errors_that_a_retry_may_repair_do_not_exclude_a_player(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: LudusError
 ) -> None:
     monkeypatch.setattr(coordinator, "_BLOCKED_S", 0.1)
     failures = [error] * 3
-    failure_of = LeagueTask.failure
-    monkeypatch.setattr(
-        LeagueTask,
-        "failure",
-        lambda task: LearnerFailure(str(failures[-1]), failures.pop()) if failures else failure_of(task),
-    )
+    fail_with(monkeypatch, "main", failures)
     state = run(tmp_path, league(tmp_path, players={"main": {}}, max_failures=1, stop={"timesteps": 512})).state
     assert not failures
     assert (state.players["main"].quarantine, state.players["main"].steps) == ("", 512)
+
+
+def test_errors_of_settings_exclude_a_player_at_once_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[LudusError] = [ConfigError("config.lr is wrong.", "Make it right.")]
+    fail_with(monkeypatch, "hunter", failures)
+    state = run(tmp_path, league(tmp_path, max_failures=5, stop={"timesteps": 512})).state
+    assert state.players["hunter"].quarantine == "its training failed: config.lr is wrong. Make it right."
+    assert (state.players["hunter"].steps, state.players["main"].steps) == (128, 384)
 
 
 def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from ludus.league.events import PlayerAdded, ResultsReported
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
-from ludus.league.runtime.schedule import choose_learners, missing_pairs, reached_stop
+from ludus.league.runtime.schedule import missing_pairs, order_learners, reached_stop
 from ludus.league.state import LeagueState
 from tests.league.test_state import apply
 
@@ -26,14 +26,25 @@ def test_the_player_with_the_fewest_steps_trains_next() -> None:
     state = league(
         MAIN, Player("b", PlayerRole.MAIN, steps=100), Player("c", PlayerRole.LEAGUE_EXPLOITER, steps=200), *PAST, FIXED
     )
-    assert choose_learners(state, (), 1) == ["b"]
-    assert choose_learners(state, {"b"}, 5) == ["c", "main"]
-    assert choose_learners(state, (), 0) == []
+    everyone = dict.fromkeys(("main", "b", "c"), 1.0)
+    assert order_learners(state, everyone, ()) == ["b", "c", "main"]
+    assert order_learners(state, everyone, {"b"}) == ["c", "main"]
+    assert order_learners(state, {"main": 1.0, "not_added_yet": 1.0}, ()) == ["main"]
+
+
+def test_turns_are_given_by_shares() -> None:
+    """Oracle: over many equal turns, the steps of the players are in the ratio of their shares."""
+    shares = {"main": 1.0, "exploiter": 0.25, "other": 2.0}
+    steps = dict.fromkeys(shares, 0)
+    for _ in range(650):
+        state = league(*(Player(name, PlayerRole.MAIN, steps=done) for name, done in steps.items()))
+        steps[order_learners(state, shares, ())[0]] += 10
+    assert steps == {"main": 2000, "exploiter": 500, "other": 4000}
 
 
 def test_retired_players_and_those_in_quarantine_do_not_train() -> None:
     state = league(Player("a", PlayerRole.MAIN, retired=True), Player("b", PlayerRole.MAIN, quarantine="broken"), MAIN)
-    assert choose_learners(state, (), 3) == ["main"]
+    assert order_learners(state, dict.fromkeys(("a", "b", "main"), 1.0), ()) == ["main"]
     nobody = league(Player("a", PlayerRole.MAIN, retired=True), FIXED)
     assert reached_stop(nobody, LeagueStopSection(), 0.0) == "no player can train"
 

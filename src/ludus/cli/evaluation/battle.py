@@ -24,7 +24,7 @@ _COLUMNS = ("kills", "deaths", "assists", "gold", "level", "last_hits", "damage"
 """Numbers of a hero or an agent, in the order of the table."""
 _STYLE: dict[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0)}
 
-_PLAYER = "Run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
+_PLAYER = "Run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, rule:hard, or script:MODULE:FUNCTION."
 
 
 def battle(
@@ -105,6 +105,7 @@ def battle(
 ) -> None:
     """Play many matches between two players; report the win rate with its 95 % interval."""
     from ludus.cli.games.gamecore import read_options
+    from ludus.core import trust as trusts
     from ludus.protocol.spec import read_token
     from ludus.tournament.battle import battle as run
     from ludus.tournament.contestants import contestant
@@ -115,6 +116,7 @@ def battle(
     recording_settings = RecordingSettings(record, record_most, video, video_speed)
     location = GameLocation(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
+    trusts.allow(a, b)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
     with BattleProgress(games, quiet=json_) as progress:
         result = run(one, other, settings, recording_settings, location, progress.count, progress.render)

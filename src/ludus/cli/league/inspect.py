@@ -55,7 +55,7 @@ def status(directory: LeagueDirectory, as_json: AsJson = False) -> None:
         "players": f"{len(state.players)}: {', '.join(f'{count} {role}' for role, count in roles.items())}"
         if state.players
         else "none",
-        "matches": f"{state.results:,} counted, {len(state.open_matches):,} open",
+        "matches": f"{state.results:,} counted",
         "pairs": f"{sum(map(len, state.payoff.rows.values())) // 2:,} with results",
         "coordinator": owner or "not running",
     }
@@ -108,7 +108,7 @@ def _status_json(state: LeagueState, owner: str) -> dict[str, Any]:
         }
         for player in state.players.values()
     ]
-    return {"results": state.results, "open_matches": len(state.open_matches), "coordinator": owner, "players": players}
+    return {"results": state.results, "coordinator": owner, "players": players}
 
 
 def ratings(
@@ -219,13 +219,13 @@ def curves(
 ) -> None:  # fmt: skip
     """Draw the ratings over time, from all events of the league."""
     from ludus.league.history import rating_history
-    from ludus.league.journal import read_events, read_settings, read_state
+    from ludus.league.journal import read_events, read_state
     from ludus.league.pictures.rating_curves import draw_curves
 
     x_axis = _x_axis(over)
-    state, settings = read_state(directory), read_settings(directory)
+    state = read_state(directory)
     with ProgressBar("reading the journal"):
-        history = rating_history(read_events(directory), settings, every=max(1, state.results // samples))
+        history = rating_history(read_events(directory), every=max(1, state.results // samples))
     _save(draw_curves(state, history, x_axis), png or directory / "plots" / "ratings.png")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,12 +19,12 @@ from ludus.cli.output import say
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
+    from ludus.experiments.resolve import ResolvedExperiment
     from ludus.league.events import LeagueEvent
     from ludus.league.players import Player
     from ludus.league.state import LeagueState
-
-_NAME = re.compile(r"[A-Za-z0-9][\w:+.-]*")
-_BUILT_IN = ("rule:", "script:", "http://", "https://")
+    from ludus.tournament.contestants import Contestant
+    from ludus.tournament.settings import BattleSettings
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -61,26 +61,27 @@ def match(
     """Play a battle between two players of the league; with --record it counts for their ratings."""
     from ludus.cli.evaluation.battle import BattleProgress, show_battle
     from ludus.cli.games.gamecore import read_options
+    from ludus.core import trust as trusts
     from ludus.league.events import ResultsReported
     from ludus.league.journal import read_state
     from ludus.tournament.battle import battle
-    from ludus.tournament.contestants import contestant
     from ludus.tournament.gamecore_matches import GameLocation
-    from ludus.tournament.settings import BattleSettings
 
     state = read_state(directory)
-    one, other = (contestant(_model_of(directory, _find_player(state, name))) for name in (a, b))
     if record and a == b:
         raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
-    settings = BattleSettings(
-        games=games,
+    trusts.note_run(directory)
+    league = _read_experiment(directory) if env is None else None
+    one, other = (_contestant(directory, _find_player(state, name), league) for name in (a, b))
+    settings = _battle_settings(league, games, seed)
+    settings = replace(
+        settings,
         swap_sides=swap_sides,
-        mode=mode,
-        seconds=seconds,
-        seed=seed,
+        mode=mode or settings.mode,
+        seconds=seconds or settings.seconds,
         deterministic=not record if deterministic is None else deterministic,
     )
-    location = GameLocation(options=read_options(option or ()), env=env, camps=camps)
+    location = GameLocation(options=read_options(option or ()), env=env or _env_of(league), camps=camps or _camps_of(league))
     with BattleProgress(games, quiet=as_json) as progress:
         result = battle(one, other, settings, None, location, progress.count)
     if as_json:
@@ -92,15 +93,63 @@ def match(
         raise typer.Exit(1)
     if record:
         source = f"match-{uuid.uuid4().hex}"
-        event = ResultsReported(source, 1, a, b, total.won, total.drawn, total.lost)
+        event = ResultsReported(source, 1, a, b, total.won, total.drawn, total.lost, result.gain)
         _submit(directory, [event], f"{total.games} results of {a} against {b} are recorded", quiet=as_json)
+
+
+def _read_experiment(directory: Path) -> ResolvedExperiment | None:
+    """The experiment of a training player, for environment and sides; None: the league has no file. Raises UsageError.
+
+    Its environment has been imported afterwards, if it may be: the file of a league is stored data.
+    """
+    from ludus.experiments.resolve import resolve
+    from ludus.league.runtime.league_file import LEAGUE_FILE, player_experiment, read_stored_league
+
+    if not (directory / LEAGUE_FILE).is_file():
+        return None
+    config = read_stored_league(directory)
+    return resolve(player_experiment(config, config.learners()[0], directory))
+
+
+def _contestant(directory: Path, player: Player, league: ResolvedExperiment | None) -> Contestant:
+    """A player as a contestant of a battle. Raises UsageError."""
+    from ludus.sampling.league_policies import SCRIPT, load_script
+    from ludus.tournament.contestants import FunctionContestant, contestant
+
+    model = _model_of(directory, player)
+    if not model.startswith(SCRIPT):
+        return contestant(model)
+    function = load_script(directory, model)
+    if league is None:
+        return FunctionContestant(model, function)
+    return FunctionContestant(model, function, league.experiment.env, league.config.model_dump())
+
+
+def _battle_settings(league: ResolvedExperiment | None, games: int, seed: int) -> BattleSettings:
+    """In the Arena: as in the evaluation of the league."""
+    from ludus.league.runtime.arena_evaluation import battle_settings, is_arena
+    from ludus.tournament.settings import BattleSettings
+
+    if league is not None and _env_of(league) is None and is_arena(league.experiment.env):
+        return battle_settings(league.config.env_config, games, seed)
+    return BattleSettings(games=games, seed=seed)
+
+
+def _env_of(league: ResolvedExperiment | None) -> str | None:
+    """The environment of the league if it has several agents."""
+    return None if league is None or league.config.multiagent is None else league.experiment.env
+
+
+def _camps_of(league: ResolvedExperiment | None) -> str | None:
+    sides = None if league is None else league.config.self_play.sides
+    return None if sides is None else "/".join(",".join(side) for side in sides)
 
 
 def add(
     directory: LeagueDirectory,
     name: Annotated[str, typer.Argument(metavar="PLAYER", help="Name of the new player.")],
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, export (.onnx), rule:NAME or address.")
+        str, typer.Argument(metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, rule:NAME or script:MODULE:FUNCTION.")
     ],
     rating: Annotated[
         float | None,
@@ -108,22 +157,50 @@ def add(
     ] = None,
     trust: Annotated[bool, trust_option()] = False,
 ) -> None:
-    """Add a fixed player, which never changes: a script, a checkpoint or a served agent."""
+    """Add a fixed player, which never changes: a script or a checkpoint."""
+    from ludus.core import trust as trusts
     from ludus.league.events import PlayerAdded
+    from ludus.league.journal import read_state
     from ludus.league.players import Player, PlayerRole
-    from ludus.tournament.contestants import contestant
+    from ludus.league.runtime.code_files import store_code
+    from ludus.league.runtime.player_models import check_fixed_model, check_player_name, load_stored_model
+    from ludus.sampling.league_policies import SCRIPT, ModelKind
 
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is not a name for a player.", "Use letters, digits and _ : + . - .")
+    try:
+        check_player_name(name)
+    except ValueError as error:
+        raise UsageError(f"{name!r} is not a name for a player: {error}.") from error
     if rating is not None and not math.isfinite(rating):
         raise UsageError(f"--rating {rating} is not a rating.", "Give a number, such as 1000.")
-    if not model.startswith(_BUILT_IN):
-        contestant(model)  # raises if it cannot be loaded
-        path, at, version = model.rpartition("@")
-        whole = not at or Path(model).exists()
-        model = model if "://" in model else str(Path(model).absolute()) if whole else f"{Path(path).absolute()}@{version}"
+    read_state(directory)  # raises if there is no league
+    trusts.allow(model)
+    env, rules = _rules_of(directory)
+    kind = check_fixed_model(model, directory, rules, env)
+    if kind is ModelKind.SCRIPT:
+        store_code(directory, [model.removeprefix(SCRIPT)])
+    elif kind is ModelKind.STORED:
+        load_stored_model(model)
+        model = _absolute(model)
     event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating))
     _submit(directory, [event], f"{name} is a player of the league")
+
+
+def _rules_of(directory: Path) -> tuple[str, list[str] | None]:
+    """The environment of the league and its scripts; None: unknown."""
+    from ludus.league.runtime.league_file import LEAGUE_FILE, find_rules, read_league
+
+    if not (directory / LEAGUE_FILE).is_file():
+        return "", None
+    config = read_league(directory / LEAGUE_FILE)
+    return config.env, find_rules(config)
+
+
+def _absolute(model: str) -> str:
+    """A run, RUN@VERSION or a checkpoint, for a coordinator with another working directory."""
+    if "://" in model:
+        return model
+    path, at, version = model.rpartition("@")
+    return str(Path(model).absolute()) if not at or Path(model).exists() else f"{Path(path).absolute()}@{version}"
 
 
 def retire(
@@ -197,8 +274,6 @@ def _model_of(directory: Path, player: Player) -> str:
     model = player.model
     if not model:
         raise UsageError(f"The player {player.name!r} has no model yet.", "It gets one with its first checkpoint.")
-    if model.startswith(_BUILT_IN):
-        return model
     return str(directory / model) if (directory / model.partition("@")[0]).exists() else model
 
 

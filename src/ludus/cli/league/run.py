@@ -27,29 +27,36 @@ def run(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory of the league, local or shared; default: leagues/NAME.")
     ] = None,
+    trust_all: Annotated[
+        bool,
+        typer.Option("--trust", help="Import the scripts of players that `ludus league add` has added, wherever they are."),
+    ] = False,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
     """Run a league, or continue it; Ctrl-C saves checkpoints and stops."""
     from ludus.config.problem import ConfigErrors
     from ludus.core import trust
+    from ludus.core.plugins import add_import_directory
+    from ludus.league.runtime.coordinator import run_league
     from ludus.league.runtime.league_file import check_players, locate_problems, read_league
+    from ludus.league.runtime.schedule import NO_PLAYER
     from ludus.models.custom.loader import add_search_directory
 
     printer = Printer(quiet, json_)
     config = read_league(file)
     league = directory or Path("leagues") / config.name
     trust.allow(config.model_dump())
+    if trust_all:
+        trust.allow_everything()
     add_search_directory(file.parent)
+    add_import_directory(file.parent)
     try:
         resolved = check_players(config, league)
+        printer(f"league {config.name} in {league}: {', '.join(config.players)}")
+        result = run_league(config, league.absolute(), file.read_bytes(), resolved, printer)
     except ConfigErrors as error:
         raise locate_problems(error, file) from error
-    printer(f"league {config.name} in {league}: {', '.join(config.players)}")
-    from ludus.league.runtime.coordinator import run_league
-    from ludus.league.runtime.schedule import NO_PLAYER
-
-    result = run_league(config, league.absolute(), file.read_bytes(), resolved, printer)
     printer(f"stopped by {result.stopped_by}: {result.state.results:,} matches of {len(result.state.players)} players")
     printer(f"next: {runnable('ludus')} league run -f {file} --dir {league}  (continues it)")
     if json_:
@@ -66,25 +73,42 @@ def learner(
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Environment steps; default: until the league stops.")
     ] = None,
-    wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the coordinator.")] = 600.0,
-    trust_all: Annotated[bool, typer.Option("--trust", help="Allow the file of the league to import the code it names.")] = False,
+    wait: Annotated[
+        float,
+        typer.Option(
+            "--wait", min=0, help="Seconds to wait for the coordinator, and for the end of a turn that the player has there."
+        ),
+    ] = 600.0,
+    trust_all: Annotated[
+        bool, typer.Option("--trust", help="Import all code that the league names, also the copies in its directory.")
+    ] = False,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
     """Train one player of a league in this process, on any machine that shares the directory; Ctrl-C saves a checkpoint and stops."""
     from ludus.core import trust
-    from ludus.experiments.control.training_display import TrainingDisplay
     from ludus.league.runtime.league_file import LEAGUE_FILE
-    from ludus.league.runtime.learner import train_player
+    from ludus.league.runtime.learner import PlayerDisplay, check_scripts, train_player
 
     if not (directory / LEAGUE_FILE).is_file():
         raise UsageError(f"{directory} is not the directory of a league.", "Start it first: ludus league run -f FILE --dir DIR.")
     printer = Printer(quiet, json_)
+    trust.note_run(directory)
     if trust_all:
         trust.allow_everything()
+    check_scripts(directory)
     printer(f"training {player} of the league in {directory}")
-    with TrainingDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
-        result = train_player(directory.absolute(), player, steps, sinks=[display], announce=printer, wait_s=wait)
+    with PlayerDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
+        result = train_player(
+            directory.absolute(),
+            player,
+            steps,
+            sinks=[display],
+            announce=printer,
+            wait_s=wait,
+            take_over_s=wait,
+            follow_resets=True,
+        )
     if result is None:
         return
     printer(f"stopped by {result.stopped_by}; {result.run_dir}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.buffers.model_batches import TrimmedBatches
 from ludus.buffers.segment_validation import SegmentValidator
-from ludus.distributed.match_blocks import plain_settings
 from ludus.distributed.match_results import MatchResults
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.redis.learner import BatchSettings
@@ -37,7 +36,7 @@ def assemble_match_fleet(prepared: PreparedRun, hooks: RunHooks, stack: Componen
 
     plan = make_match_plan(config, assignment, policies)
     layout = BlockLayout(plan.specs[0], plan.rows)
-    matches = MatchSpec(plan.policy_mapping, plain_settings(plan.settings), plan.rows, layout.spec.results, plan.separate_rows)
+    matches = MatchSpec(plan.policy_mapping, asdict(plan.settings), plan.rows, layout.spec.results, plan.separate_rows)
     spec = worker_spec(prepared, policies[model], learning.run, blocks_of_batch(config))
     validator = SegmentValidator(*assignment.spaces[model], layout.spec)
     blocks = BatchSettings(layout, blocks_of_batch(config), max_block_age(config), validator.find_error)

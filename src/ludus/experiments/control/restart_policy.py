@@ -35,9 +35,14 @@ class RestartPolicy:
     CURABLE = (WorkerFailed, MemoryClosed, Unreachable, StoreUnavailable)
     """Errors from outside the learner, which may not occur again. All our other errors would."""
 
-    def __init__(self, limit: int, backoff: WorkerRestart = WorkerRestart(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
-        """`limit`: most failures without a new checkpoint."""
-        self._limit, self._backoff = limit, backoff
+    def __init__(
+        self,
+        limit: int,
+        backoff: WorkerRestart = WorkerRestart(limit=None, backoff_s=0.5, max_backoff_s=30.0),  # noqa: B008
+        curable: tuple[type[LudusError], ...] = CURABLE,
+    ) -> None:
+        """`limit`: most failures without a new checkpoint. `curable`: errors of ours after which a restart may help."""
+        self._limit, self._backoff, self._curable = limit, backoff, curable
         self._failures = 0
         self._checkpoint: str | None = None
         self._last_reason = ""
@@ -58,7 +63,7 @@ class RestartPolicy:
         return RestartAfter(delay)
 
     def _is_curable(self, error: LudusError, set_up: bool) -> bool:
-        if isinstance(error, self.CURABLE):
+        if isinstance(error, self._curable):
             return not error.final
         # A port that processes of the last learner still hold. A wrong config would have failed before the set-up.
         return set_up and type(error) is UsageError and not error.final

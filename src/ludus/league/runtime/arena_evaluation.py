@@ -13,9 +13,9 @@ import numpy as np
 from ludus.core import spaces
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
-from ludus.league.runtime.pair_task import PairTask, PolicySpaces, load_players
+from ludus.league.runtime.pair_task import PairTask, load_players
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import RULE, load_league_policy
+from ludus.sampling.league_policies import RULE, PolicySpaces, load_league_policy
 from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, ScriptedContestant, TrainedContestant
 from ludus.tournament.result import MatchResult
@@ -39,34 +39,45 @@ def is_arena(env: str) -> bool:
     return isinstance(maker, type) and issubclass(maker, ArenaVectorEnv)
 
 
+def battle_settings(env_config: Mapping[str, Any], games: int, seed: int) -> BattleSettings:
+    """Battles as in training: its heroes, time limit and decision interval, and sampled actions. Raises ConfigError."""
+    from ludus.games.arena.engine.layout import TICKS_PER_SECOND
+
+    options = _options(env_config)
+    return BattleSettings(
+        games=games,
+        mode=f"{options.size}v{options.size}",
+        lineups=draw_lineups(options, games, seed),
+        every=options.every,
+        seconds=max(1, round(options.limit() / TICKS_PER_SECOND)),
+        seed=seed,
+        deterministic=False,
+    )
+
+
+def _options(env_config: Mapping[str, Any]) -> ArenaOptions:
+    from ludus.games.arena.env.seats import ArenaOptions
+
+    known = {one.name for one in fields(ArenaOptions)} - {"opponent"}
+    return ArenaOptions(**{key: value for key, value in env_config.items() if key in known})
+
+
 class ArenaPairs:
     """Plays pairs of players in the Arena."""
 
     def __init__(self, league: Path, env_config: Mapping[str, Any], spool: ResultSpool) -> None:
         """`env_config`: keywords of the training environments. Raises ConfigError."""
         from ludus.games.arena.bots.bots import BOTS
-        from ludus.games.arena.engine.layout import TICKS_PER_SECOND
-        from ludus.games.arena.env.seats import ArenaOptions, action_space, observation_space
+        from ludus.games.arena.env.seats import action_space, observation_space
 
-        self._league, self._spool, self._scripts = league, spool, BOTS
-        known = {one.name for one in fields(ArenaOptions)} - {"opponent"}
-        self._options = ArenaOptions(**{key: value for key, value in env_config.items() if key in known})
-        self._seconds = max(1, round(self._options.limit() / TICKS_PER_SECOND))
-        size = self._options.size
+        self._league, self._spool, self._scripts, self._env_config = league, spool, BOTS, env_config
+        size = _options(env_config).size
         self._like = PolicySpaces(spaces.split_mask(observation_space(size))[0], action_space(size))
 
     def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
         """Play the matches of a task, from both sides in turn, and report their results. Raises ModelUnusable."""
         a, b = load_players(task, self._load, self._spool)
-        settings = BattleSettings(
-            games=task.matches,
-            mode=f"{self._options.size}v{self._options.size}",
-            lineups=draw_lineups(self._options, task.matches, seed),
-            every=self._options.every,
-            seconds=self._seconds,
-            seed=seed,
-            deterministic=False,
-        )
+        settings = battle_settings(self._env_config, task.matches, seed)
 
         def count(result: MatchResult) -> None:
             if not result.failed:

@@ -18,11 +18,25 @@ from typing import Any, Final
 
 import numpy as np
 
+from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.core.metrics import JsonLinesSink
-from ludus.errors import ConfigError, Fenced, LudusError, StoreFull
+from ludus.errors import (
+    EnvironmentFault,
+    ExchangeUnavailable,
+    Fenced,
+    LudusError,
+    MemoryClosed,
+    Refused,
+    StartTimeout,
+    StoreError,
+    StoreFull,
+    TrainingDiverged,
+    Unreachable,
+    WorkerFailed,
+)
 from ludus.experiments.control.restart_policy import GiveUp, RestartPolicy
 from ludus.experiments.resolve import ResolvedExperiment
-from ludus.experiments.runner import code_bundle_of
+from ludus.experiments.runner import code_bundle_of, code_names
 from ludus.experiments.runs import checkpoint, resume_diff
 from ludus.experiments.runs.run_dir import holds_run
 from ludus.game_theory.meta_solvers import find_meta_solver
@@ -32,10 +46,12 @@ from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
+from ludus.league.runtime.code_files import store_code
 from ludus.league.runtime.ingest import ResultIngest
-from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
+from ludus.league.runtime.league_file import LEAGUE_FILE, PLAYERS, LeagueConfig, PlayerSection, model_problem, player_experiment
 from ludus.league.runtime.learner import is_claimed
 from ludus.league.runtime.pair_task import PairTask
+from ludus.league.runtime.player_models import EVALUATION
 from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
 from ludus.league.runtime.workers import LeagueTask, LeagueWorkers
 from ludus.league.spool import apply_spool
@@ -57,6 +73,10 @@ _RETRY_S: Final = 5.0
 """After an error of the file system, such as a full disk."""
 _NOT_ITS_FAULT: Final = (Fenced, StoreFull)
 """Errors of a turn that say nothing about its player: it trains elsewhere, or the disk is full. Not counted as failures."""
+_CURABLE: Final = (
+    EnvironmentFault, TrainingDiverged, StoreError, MemoryClosed, ExchangeUnavailable, WorkerFailed, StartTimeout, Refused, Unreachable,
+)  # fmt: skip
+"""Errors of a turn after which the player is tried again, up to `max_failures` times. The other errors are those of its settings."""
 _BLOCKED_S: Final = 10.0
 """Before the next turn of a player after such an error."""
 _REPORT_S: Final = 5.0
@@ -97,8 +117,11 @@ def run_league(
         _sweep(league / PLAYERS)
         check_runs(journal, config)
         add_players(journal, config, say)
-        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
+        names = [name for one in resolved.values() for name in code_names(one)]
+        scripts = [player.model.removeprefix(SCRIPT) for player in config.players.values() if player.model is not None]
+        store_code(league, [*names, *scripts], [files for bundle in bundles.values() for files in bundle.models])
+        replace_file(league / LEAGUE_FILE, file)  # last: a file that does not fit must not reach the learners
         with LeagueWorkers(league, bundles) as workers, stop_on_signals() as stop:
             return Coordinator(journal, config, workers, say).run(stop)
     finally:
@@ -136,10 +159,13 @@ class Coordinator:
         self._published: dict[str, Matchmaking] = {}
         self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
         self._publishing, self._reporting = _Interval(_PUBLISH_S), _Interval(_REPORT_S)
-        self._policies = {name: RestartPolicy(config.max_failures) for name in (*config.learners(), EVALUATION)}
+        self._policies = {name: self._restart_policy() for name in (*config.learners(), EVALUATION)}
         self._retry_at: dict[str, float] = {}
         self._evaluates = True
         self._metrics = JsonLinesSink(self._league / METRICS)
+
+    def _restart_policy(self) -> RestartPolicy:
+        return RestartPolicy(self._config.max_failures, curable=_CURABLE)
 
     @property
     def _state(self) -> LeagueState:
@@ -269,10 +295,10 @@ class Coordinator:
             return
         busy = waiting | workers.tasks.keys()
         free = config.parallel - len(workers.tasks)
-        for name in schedule.choose_learners(self._state, busy, len(self._state.players)) if free > 0 else ():
+        for name in schedule.order_learners(self._state, config.shares(), busy) if free > 0 else ():
             if free <= 0:
                 return
-            if name not in self._policies or is_claimed(self._league, name):
+            if is_claimed(self._league, name):
                 continue
             self._publish()
             workers.start_turn(name, self._turn_steps())
@@ -306,6 +332,7 @@ class Coordinator:
         failure = task.failure()
         if failure is None:
             self._retry_at.pop(task.name, None)
+            self._policies[task.name] = self._restart_policy()
             if task.name != EVALUATION and task.ended not in ("not wanted", "interrupted"):
                 self._say(self._describe(task.name))
             return
@@ -322,7 +349,7 @@ class Coordinator:
             self._evaluates = False
             self._say(f"evaluation of players is switched off: {decision.error}")
         else:
-            self._quarantine(task.name, f"its training failed: {decision.error.message}")
+            self._quarantine(task.name, f"its training failed: {decision.error}")
 
     # -- reports
 
@@ -380,20 +407,23 @@ class Coordinator:
 
 
 def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
-    """Bring the players of the league's file into its state. Raises ConfigError, and errors of models that cannot be read."""
-    league, known = journal.directory, journal.state.players
+    """Bring the players of the league's file into its state. Raises ConfigErrors, before anything has changed."""
+    known = journal.state.players
     problems = [
-        f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
-        f"{known[name].role.value} and {known[name].rating}."
+        ConfigProblem(
+            f"players.{name} has the role {section.role} and the rating {section.rating}; in this league it has "
+            f"{known[name].role.value} and {known[name].rating}.",
+            f"players.{name}",
+        )
         for name, section in config.players.items()
         if name in known and (known[name].role, known[name].rating) != (PlayerRole(section.role), section.rating)
     ]
     if problems:
-        raise ConfigError("\n".join(problems), "Give the player another name, or the league another directory.")
+        raise ConfigErrors(problems, "Give the player another name, or the league another directory.")
+    models = _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
     for name, section in config.players.items():
         if name not in known:
-            model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), models[name], rating=section.rating)))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -421,13 +451,25 @@ def _is_ready(model: str) -> bool:
     return model.startswith((RULE, SCRIPT, f"{PLAYERS}/"))
 
 
-def _import_model(league: Path, name: str, model: str) -> str:
-    if _is_ready(model):
-        return model
-    try:
-        return import_model(league, name, model)
-    except LudusError as error:
-        raise ConfigError(f"players.{name}.model is {model}: {error.message}", error.hint) from error
+def _import_models(league: Path, players: Mapping[str, PlayerSection]) -> dict[str, str]:
+    """Copy the models of new fixed players into the league, and check those with which new training players start.
+
+    Returns their names in the league; a training player has no model yet. Raises ConfigErrors.
+    """
+    models, problems = dict.fromkeys(players, ""), []
+    for name, section in players.items():
+        model = section.model or ""
+        try:
+            if PlayerRole(section.role).learns:
+                if model:
+                    checkpoint.open_checkpoint(model)
+            else:
+                models[name] = model if _is_ready(model) else import_model(league, name, model)
+        except LudusError as error:
+            problems.append(model_problem(name, model, error))
+    if problems:
+        raise ConfigErrors(problems)
+    return models
 
 
 def _sweep(players: Path) -> None:

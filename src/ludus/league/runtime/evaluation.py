@@ -13,12 +13,12 @@ from ludus.experiments.assembly.match_evaluation import make_match
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.validation.validate import is_multi_agent
 from ludus.league.runtime.arena_evaluation import ArenaPairs
-from ludus.league.runtime.league_file import EVALUATION
-from ludus.league.runtime.pair_task import ModelUnusable, PairTask, PolicySpaces, load_players
+from ludus.league.runtime.pair_task import ModelUnusable, PairTask, load_players
+from ludus.league.runtime.player_models import EVALUATION
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import load_league_policy
+from ludus.sampling.league_policies import PolicySpaces, load_league_policy
 from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,9 +14,9 @@ from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.config.schema import PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
-from ludus.core.plugins import did_you_mean
+from ludus.core import trust
 from ludus.envs.vector_env import has_opponent_rows, script_names
-from ludus.errors import ConfigError, EnvironmentFault, UsageError
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, UsageError
 from ludus.experiments.resolve import ResolvedExperiment, resolve
 from ludus.experiments.validation import validate
 from ludus.game_theory.meta_solvers import META_SOLVERS
@@ -26,12 +25,12 @@ from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSetti
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
-from ludus.league.state import LeagueSettings, SnapshotRule
-from ludus.sampling.league_policies import RULE
+from ludus.league.runtime.player_models import check_fixed_model, check_player_name
+from ludus.league.settings import LeagueSettings, SnapshotRule
+from ludus.sampling.league_policies import ModelKind, import_copies, kind_of_model, make_importable
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
-EVALUATION: Final = "evaluation"
 _MAX_BYTES: Final = 1 << 20
 _GENERATION_STEP: Final = 104_729
 _SEEDS: Final = 1 << 30
@@ -45,14 +44,6 @@ _FEW_ROWS: Final = 12
 """Of an environment that is made to find out whether it has opponents."""
 
 
-def _check_player_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name):
-        raise ValueError("a player's name is made of letters, digits and _ + -")
-    if name == EVALUATION:
-        raise ValueError("this name is taken by the evaluation of the league")
-    return name
-
-
 def _one_of(names: Iterable[str]) -> AfterValidator:
     known = list(names)
 
@@ -64,7 +55,7 @@ def _one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class PlayerSection(ConfigSection):
@@ -82,6 +73,12 @@ class PlayerSection(ConfigSection):
         "script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
+    share: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Training of this player relative to that of the others: the player with the smallest steps / share has the next turn.",
+    )
     rating: float | None = Field(
         None,
         allow_inf_nan=False,
@@ -92,8 +89,9 @@ class PlayerSection(ConfigSection):
     def _check_role(self) -> PlayerSection:
         if self.role == "fixed" and self.model is None:
             raise ValueError("a fixed player needs a model: rule:random, script:module:function, a run or a checkpoint")
-        if self.role == "fixed" and self.config:
-            raise ValueError("a fixed player does not train: leave its config out")
+        unused = [key for key in ("config", "share") if key in self.model_fields_set]
+        if self.role == "fixed" and unused:
+            raise ValueError(f"a fixed player does not train: leave its {' and '.join(unused)} out")
         return self
 
 
@@ -110,17 +108,17 @@ class MatchmakingSection(ConfigSection):
         "squared",
         description="PFSP weight by win rate x: squared (1−x)², variance x(1−x), linear 1−x, linear_capped min(½, 1−x).",
     )
-    main_pfsp: Share = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
-    main_verification: Share = Field(
+    main_pfsp: Probability = Field(0.5, description="league: share of a main player's matches against all snapshots by PFSP.")
+    main_verification: Probability = Field(
         0.15,
         description="league: share against exploiter snapshots that beat it and own snapshots that it no longer beats.",
     )
-    too_hard: Share = Field(
+    too_hard: Probability = Field(
         0.3, description="league: win rate against another main player below which its snapshots are played instead."
     )
-    exploiter_too_hard: Share = Field(0.1, description="league: the same threshold of a main exploiter.")
-    forgotten: Share = Field(0.7, description="league: win rate below which an own snapshot counts as no longer beaten.")
-    latest: Share = Field(0.8, description="past_quality: share of matches against itself.")
+    exploiter_too_hard: Probability = Field(0.1, description="league: the same threshold of a main exploiter.")
+    forgotten: Probability = Field(0.7, description="league: win rate below which an own snapshot counts as no longer beaten.")
+    latest: Probability = Field(0.8, description="past_quality: share of matches against itself.")
     meta_solver: Annotated[str, _one_of(META_SOLVERS)] = Field(
         "nash", description="psro: meta-strategy of the population: uniform, nash (linear programming), prd or alpha_rank."
     )
@@ -141,8 +139,8 @@ class SnapshotSection(ConfigSection):
     max_steps: int | None = Field(
         None, ge=1, description="Steps after which a snapshot is taken in any case; null = twice min_steps."
     )
-    win_rate: Share = Field(0.7, description="Before max_steps: minimum win rate against each opponent.")
-    reset: Share | None = Field(
+    win_rate: Probability = Field(0.7, description="Before max_steps: minimum win rate against each opponent.")
+    reset: Probability | None = Field(
         None,
         description="Probability that the player then starts again from its initial weights; null = 0 for main, 1 for main_exploiter, "
         "0.25 for league_exploiter.",
@@ -196,7 +194,7 @@ class LeagueConfig(ConfigSection):
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
     run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
     config: dict[str, Any] = Field(default_factory=dict, description="Settings of the algorithm, as in an experiment file.")
-    players: dict[Annotated[str, AfterValidator(_check_player_name)], PlayerSection] = Field(
+    players: dict[Annotated[str, AfterValidator(check_player_name)], PlayerSection] = Field(
         min_length=1, description="Name → player."
     )
     matchmaking: MatchmakingSection = Field(default_factory=MatchmakingSection, description="Choice of opponents.")
@@ -229,6 +227,10 @@ class LeagueConfig(ConfigSection):
     def learners(self) -> list[str]:
         return [name for name, player in self.players.items() if PlayerRole(player.role).learns]
 
+    def shares(self) -> dict[str, float]:
+        """Of the training players."""
+        return {name: self.players[name].share for name in self.learners()}
+
     def settings(self) -> LeagueSettings:
         rules = {role: getattr(self.snapshots, role.value).to_rule(role) for role in _RESET}
         matchmaking = MatchmakingSettings(**self.matchmaking.model_dump())
@@ -249,6 +251,20 @@ def read_league(path: Path) -> LeagueConfig:
         return parse_section(LeagueConfig, {key: value for key, value in data.items() if not str(key).startswith(".")})
     except ConfigErrors as error:
         raise locate_problems(error, path, text) from error
+
+
+def read_stored_league(league: Path) -> LeagueConfig:
+    """Read the file in the directory of a league, which is stored data, and make the code that it names importable.
+
+    That code is on the import path, or else, with the consent of the user, in the copies of the league. Raises ConfigError, Untrusted.
+    """
+    config = read_league(league / LEAGUE_FILE)
+    if trust.is_allowed(trust.EVERYTHING):
+        import_copies(league)
+    for kind, name in {"environment": config.env, "algorithm": config.run}.items():
+        if ":" in name:
+            make_importable(league, name, kind)
+    return config
 
 
 def locate_problems(error: ConfigErrors, path: Path, text: str | None = None) -> ConfigErrors:
@@ -298,9 +314,12 @@ def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExperiment]:
-    """The resolved experiments of all training players. Raises ConfigErrors with all problems, by the keys of the league's file."""
+    """The resolved experiments of all training players. Raises ConfigErrors with all problems, by the keys of the league's file.
+
+    Imports the scripts of fixed players. Stored models are checked when they are copied into the league.
+    """
     resolved: dict[str, ResolvedExperiment] = {}
-    problems: dict[ConfigProblem, None] = {}
+    problems: dict[ConfigProblem, None] = dict.fromkeys(_check_models(config, league))
     for name in config.learners():
         data = player_experiment(config, name, league)
         found = _check_env(config) or validate.validate_experiment(data)
@@ -317,31 +336,53 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     return resolved
 
 
+def _check_models(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    problems, rules = [], find_rules(config)
+    for name, player in config.players.items():
+        if player.model is None:
+            continue
+        try:
+            if player.role == "fixed":
+                check_fixed_model(player.model, league, rules, config.env)
+            elif kind_of_model(player.model) is not ModelKind.STORED:
+                raise UsageError("A player that trains starts with the weights of a run or checkpoint.")
+        except UsageError as error:
+            problems.append(model_problem(name, player.model, error))
+    return problems
+
+
+def model_problem(player: str, model: str, error: LudusError) -> ConfigProblem:
+    """The problem with the model of a player in the file of the league."""
+    path = f"{PLAYERS}.{player}.model"
+    return ConfigProblem(f"{path} is {model}: {error}", path)
+
+
+def find_rules(config: LeagueConfig) -> list[str] | None:
+    """Scripts that the environment of the league has; None: it cannot be made, which its validation reports."""
+    try:
+        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
+        return ["random", *(() if several else script_names(config.env))]
+    except (UsageError, EnvironmentFault):
+        return None
+
+
 def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
-    """Problems of the environment: it needs two sides, and the scripts that are players."""
+    """Problems of the environment: it needs two sides, and matches for the evaluation."""
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
     try:
         several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
         two_sides = several or has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
-        scripts = () if several else script_names(config.env)
         evaluates = several or is_arena(config.env)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
     if not two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    problems, known = [], ["random", *scripts]
-    for name, player in config.players.items():
-        script = (player.model or "").removeprefix(RULE)
-        if (player.model or "").startswith(RULE) and script not in known:
-            path = f"{PLAYERS}.{name}.model"
-            sentence = f"{path} is {player.model}; {config.env} has no such script. {did_you_mean(script, known)}"
-            problems.append(ConfigProblem(sentence, path))
     if config.evaluated_pairs != "none" and not evaluates:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
-        problems.append(ConfigProblem(sentence, "evaluation.pairs"))
-    return problems
+        return [ConfigProblem(sentence, "evaluation.pairs")]
+    return []
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:

@@ -6,9 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import gymnasium as gym
+from typing import TypeVar
 
 from ludus.errors import LudusError
 from ludus.sampling.league_files import ResultSpool
@@ -31,14 +29,6 @@ class PairTask:
     opponent: str
     opponent_model: str
     matches: int
-
-
-@dataclass(frozen=True)
-class PolicySpaces:
-    """The spaces that the policies of players have to have."""
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
 
 
 def load_players(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Final
 
@@ -15,10 +15,14 @@ NO_PLAYER: Final = "no player can train"
 """Stop condition of a league whose training players are all retired or in quarantine."""
 
 
-def choose_learners(state: LeagueState, busy: Collection[str], free: int) -> list[str]:
-    """Players that train next: those with the fewest steps first that are available and not busy, at most `free`."""
-    waiting = [one for one in state.players.values() if one.role.learns and one.available and one.name not in busy]
-    return [one.name for one in sorted(waiting, key=lambda one: one.steps)[: max(0, free)]]
+def order_learners(state: LeagueState, shares: Mapping[str, float], busy: Collection[str]) -> list[str]:
+    """Players that can train now, in the order of their turns: those with the fewest steps for their share first.
+
+    `shares`: of all players that may train here.
+    """
+    waiting = [state.players[name] for name in shares if name in state.players and name not in busy]
+    ready = [one for one in waiting if one.role.learns and one.available]
+    return [one.name for one in sorted(ready, key=lambda one: one.steps / shares[one.name])]
 
 
 def total_steps(state: LeagueState) -> int:

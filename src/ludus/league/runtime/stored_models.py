@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.types import DEFAULT_MODEL
-from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UsageError
+from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import CONFIG, META
 from ludus.io.atomic_file import sync_directory, temporary_path
 from ludus.league.runtime.league_file import PLAYERS
-from ludus.models.policy import Policy, Weights
+from ludus.league.runtime.player_models import load_stored_model
+from ludus.models.policy import Weights
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
 from ludus.storage.safe_read import parse_json
-from ludus.tournament.contestants import TrainedContestant, contestant
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,11 @@ def copy_checkpoint(league: Path, player: str, where: str | Path) -> str:
 
 def import_model(league: Path, player: str, model: str) -> str:
     """Copy the model of a fixed player into the league: a run, RUN/best, RUN@VERSION or a checkpoint. Raises like `copy_checkpoint`."""
-    found = contestant(model)
-    if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
-        raise UsageError(
-            f"{model} cannot play in training: its policy is not in a checkpoint.",
-            "Name a run, RUN/best, RUN@VERSION or a checkpoint; or rule:random, script:module:function.",
-        )
+    found, policy = load_stored_model(model)
     if not found.where.endswith(".safetensors"):
         return copy_checkpoint(league, player, found.where)
     with _copy(league, player) as copy:  # a version without a checkpoint
-        _put_version(copy, DEFAULT_MODEL, found.version, found.policy.description(), found.policy.weights())
+        _put_version(copy, DEFAULT_MODEL, found.version, policy.description(), policy.weights())
     return f"{PLAYERS}/{player}@{found.version}"
 
 

@@ -16,9 +16,10 @@ from ludus.experiments.resolve import resolve
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.league.runtime.evaluation import play_pairs
-from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, player_experiment, read_league
+from ludus.league.runtime.league_file import player_experiment, read_stored_league
 from ludus.league.runtime.learner import train_player
 from ludus.league.runtime.pair_task import PairTask
+from ludus.league.runtime.player_models import EVALUATION
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Process, Supervisor
 
@@ -48,7 +49,7 @@ def run_evaluation(context: Context, league: Path, tasks: Sequence[PairTask], se
     bundle.unpack()
     context.ready()
     try:
-        config = read_league(league / LEAGUE_FILE)
+        config = read_stored_league(league)
         resolved = resolve(player_experiment(config, config.learners()[0], league))
         with stop_on_signals() as stop:
             play_pairs(league, resolved, tasks, seed, stop)
@@ -84,8 +85,7 @@ class LeagueTask:
             return None
         if self.error is not None:
             return LearnerFailure(str(self.error), self.error)
-        reason = self.process.error.rstrip().rpartition("\n")[2] or "it exited without a message"
-        return LearnerFailure(reason, foreign=bool(self.process.error))
+        return LearnerFailure(self.process.error.rstrip().rpartition("\n")[2] or "it exited without a message")
 
 
 class LeagueWorkers:

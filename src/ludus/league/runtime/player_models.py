@@ -1,0 +1,52 @@
+"""Which names and models the players of a league may have; the same for its file and for `ludus league add`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from ludus.core.plugins import did_you_mean
+from ludus.errors import UnknownName, UsageError
+from ludus.models.policy import Policy
+from ludus.sampling.league_policies import RANDOM_RULE, RULE, SCRIPT, ModelKind, kind_of_model, load_script
+from ludus.tournament.contestants import TrainedContestant, contestant
+
+EVALUATION: Final = "evaluation"
+"""Name of the process that compares players; no player can have it."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w+-]*")
+
+
+def check_player_name(name: str) -> str:
+    """Return the name. Raises ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("a player's name is made of letters, digits and _ + -")
+    if name == EVALUATION:
+        raise ValueError("this name is taken by the evaluation of the league")
+    return name
+
+
+def check_fixed_model(model: str, league: Path, rules: Collection[str] | None, env: str) -> ModelKind:
+    """Check the model of a fixed player, except that a stored policy can be loaded. Scripts are imported. Raises UsageError.
+
+    `rules`: scripts that the environment `env` has; None: unknown.
+    """
+    kind = kind_of_model(model)
+    rule = model.removeprefix(RULE)
+    if kind is ModelKind.RULE and rules is not None and rule not in rules:
+        raise UnknownName(f"{env} has no such script.", did_you_mean(rule, rules))
+    if kind is ModelKind.SCRIPT:
+        load_script(league, model)
+    return kind
+
+
+def load_stored_model(model: str) -> tuple[TrainedContestant, Policy]:
+    """Load a run, RUN/best, RUN@VERSION or a checkpoint. Raises UsageError, NotFound, Damaged, IncompatibleCheckpoint."""
+    found = contestant(model)
+    if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
+        raise UsageError(
+            f"{model} cannot play in training: its policy is not in a checkpoint.",
+            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function.",
+        )
+    return found, found.policy
