@@ -84,7 +84,7 @@ def test_steps_are_those_of_pettingzoo_until_the_end(emulator: Any, game: str, c
 
 
 def rewards_of(step: MatchStep) -> dict[str, float]:
-    return {one.agent: one.reward for one in [*step.turns, *step.departures]}
+    return {turn.agent: turn.reward for turn in step.turns} | {left.agent: left.reward for left in step.departures}
 
 
 def test_images_are_preprocessed_and_tell_the_players_apart(emulator: Any) -> None:
@@ -171,4 +171,4 @@ def test_matches_do_not_depend_on_those_before(emulator: Any) -> None:
             step = match.step({turn.agent: int(turn.observation[BALL_Y] > 0) + 1 for turn in step.turns})
             course.append(np.concatenate([turn.observation for turn in step.turns] or [np.zeros(10)]))
         courses.append(np.stack(course))
-    np.testing.assert_array_equal(*courses)
+    np.testing.assert_array_equal(courses[0], courses[1])
