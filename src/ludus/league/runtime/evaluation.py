@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
 from ludus.experiments.assembly.match_evaluation import make_match
@@ -114,7 +115,7 @@ def _play(
     matches = MatchRunner(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
     with loaded.acting():
         while any(left) and not interrupted():
-            matches.tick(lambda number: left[number] > 0)
+            matches.tick(np.array(left) > 0)
             over = {number for number, _ in matches.finished}
             long = [
                 number for number in range(n) if left[number] > 0 and number not in over and matches.steps_of(number) >= max_steps
