@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -36,8 +37,10 @@ class MatchStreams:
 class MatchSource(Protocol):
     """Steps the matches of a MatchRunner. Rows are numbered as in `ludus.envs.matches.rows`."""
 
-    over: Bools
-    """[N] matches that are over, or have not begun."""
+    @property
+    def over(self) -> Bools:
+        """[N] matches that are over, or have not begun."""
+        ...
 
     @property
     def late_rewards(self) -> int:
@@ -77,8 +80,8 @@ class MatchSource(Protocol):
         ...
 
 
-class MatchCopies(Protocol):
-    """Copies of one environment with several agents, closed together."""
+class MatchCopies(abc.ABC):
+    """Copies of one environment with several agents, closed together. Implements MatchSpaces."""
 
     forgiving: bool
     """Recreate an environment that fails."""
@@ -87,18 +90,23 @@ class MatchCopies(Protocol):
     """Called before every call of an environment, including its constructor. It may raise Interrupted."""
 
     @property
+    @abc.abstractmethod
     def name(self) -> str: ...
 
     @property
+    @abc.abstractmethod
     def agents(self) -> Mapping[str, AgentSpaces]: ...
 
     @property
+    @abc.abstractmethod
     def state_space(self) -> gym.Space[Any] | None: ...
 
+    @abc.abstractmethod
     def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def open_source(self, streams: Sequence[MatchStreams], *, central: bool) -> MatchSource:
-        """`central`: observations contain the input of a centralised critic."""
-        ...
+        """`streams`: of all copies. `central`: observations contain the input of a centralised critic."""
 
+    @abc.abstractmethod
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from ludus.envs.matches.rows import RowStep
 from ludus.envs.pettingzoo import AgentSpaces, CentralState, Departure, MatchStep, MultiAgentMatch, Turn
 from ludus.errors import EnvironmentFault
 from ludus.models.inference.batched_policy import stack_masks, stack_rows
-from ludus.sampling.multi_agent.copies import MatchStreams
+from ludus.sampling.multi_agent.copies import MatchCopies, MatchStreams
 from ludus.sampling.multi_agent.policy_set import plain_actions
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ MAX_CONSECUTIVE_FAULTS = 5
 Observed = TypeVar("Observed", Turn, Departure)
 
 
-class EnvCopies(list[MultiAgentMatch]):
+class EnvCopies(list[MultiAgentMatch], MatchCopies):
     """Copies of one environment, closed together. `forgiving`: a failed copy is recreated.
 
     `beat` is called before every call of an environment, including its constructor. It may raise Interrupted.
