@@ -259,7 +259,7 @@ class SpaceParser:
         """Fast path for arrays as the space declares them; False = use the general path."""
         if array.dtype != spec.dtype or array.shape != spec.shape:
             return False
-        return self._free or (spec.dtype.kind == "f" and _squares_are_finite(array))
+        return self._free or (spec.dtype.kind == "f" and squares_are_finite(array))
 
     def _tree(self, spec: Tree, value: Any, path: str) -> Tree:
         here = f"{path}." if path else ""
@@ -322,7 +322,7 @@ def _parse_short_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
     return np.array(values, dtype)
 
 
-def _squares_are_finite(array: Array) -> bool:
+def squares_are_finite(array: Array) -> bool:
     """Whether the sum of squares is finite: then all numbers are. One pass, without a temporary array."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -14,7 +14,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.match_opponents import seat_self_play
 from ludus.sampling.multi_agent.batches import MultiAgentSettings, match_batches
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.sampler import Interruption, SamplerTimes
 
@@ -65,7 +65,7 @@ class MatchBlockSampler:
 
     def __init__(
         self,
-        copies: EnvCopies,
+        copies: MatchCopies,
         plan: MatchSamplingPlan,
         sources: Mapping[str, PolicySource],
         writer: ModelBlockWriter,

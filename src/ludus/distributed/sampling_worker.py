@@ -13,7 +13,6 @@ from torch import nn
 from ludus.core.backoff import Backoff
 from ludus.distributed.match_blocks import MatchBlockSampler, MatchSamplingPlan
 from ludus.distributed.sampling_plan import WEIGHTS, SamplingPlan, ring_path
-from ludus.envs.pettingzoo import make_match
 from ludus.envs.vector_env import make_environments
 from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
@@ -21,7 +20,7 @@ from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import SharedWeightsReader
 from ludus.process.host import keep_freed_memory
 from ludus.process.workers.supervisor import Context
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.vector_copies import make_copies
 from ludus.sampling.sampler import Interruption, Sampler
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.shared_memory import SharedWriter
@@ -169,8 +168,8 @@ def _sample_matches(
     sources = {model: board.source(number) for number, model in enumerate(matches.descriptions)}
     loaded = reader.load_into(board)
 
-    copies = EnvCopies(
-        lambda: make_match(plan.env, plan.env_config, wrappers=plan.wrappers, preprocess=plan.preprocess), plan.num_envs,
+    copies = make_copies(
+        plan.env, plan.num_envs, plan.env_config, wrappers=plan.wrappers, preprocess=plan.preprocess,
         forgiving=plan.forgiving, beat=context.beat,
     )  # fmt: skip
     with contextlib.closing(copies), contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -36,6 +36,9 @@ from ludus.envs.preprocessing import drop_parts, known_parts
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
 
+if TYPE_CHECKING:
+    from ludus.envs.matches.vector_multi_agent import VectorMatches, VectorMultiAgentEnv
+
 log = logging.getLogger(__name__)
 
 OPENSPIEL = "openspiel"
@@ -43,8 +46,8 @@ FAMILIES = ("mpe2", "pettingzoo", OPENSPIEL)
 """First parts of the names of such environments."""
 
 _PETTINGZOO_PACKAGES = ("classic", "butterfly", "sisl", "atari")  # of PettingZoo's environments
-_MAX_IDLE_STEPS = 10_000  # consecutive steps without an acting agent before an error is raised
-_MAX_REWARD = 1e15  # squared sums of such rewards still fit into float32, in which losses are computed
+MAX_IDLE_STEPS = 10_000  # consecutive steps without an acting agent before an error is raised
+MAX_REWARD = 1e15  # squared sums of such rewards still fit into float32, in which losses are computed
 _MAX_CACHED = 64
 _multi_agent_cache: OrderedDict[tuple[Callable[..., Any], str], bool] = OrderedDict()
 """(function, config) → whether it makes a multi-agent environment."""
@@ -92,14 +95,25 @@ class AgentSpaces:
     masked: bool
 
 
-class MultiAgentMatch(Protocol):
-    """One environment with several agents, which plays episodes one after the other."""
+class MatchSpaces(Protocol):
+    """The agents of an environment and their spaces."""
 
-    name: str
-    agents: Mapping[str, AgentSpaces]
-    """All agents that may ever appear."""
-    state_space: gym.Space[Any] | None
-    """Space of `state`; None if the environment has no global state."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def agents(self) -> Mapping[str, AgentSpaces]:
+        """All agents that may ever appear."""
+        ...
+
+    @property
+    def state_space(self) -> gym.Space[Any] | None:
+        """Space of the global state; None if the environment has none."""
+        ...
+
+
+class MultiAgentMatch(MatchSpaces, Protocol):
+    """One environment with several agents, which plays episodes one after the other."""
 
     @property
     def late_rewards(self) -> int:
@@ -244,11 +258,68 @@ def _make_plain_match(
             raise ConfigError(f"preprocess.drop: observations of {name} have no parts.", "Leave it out.")
         return OpenSpielMatch(name, env_config)
     factory, config = _load_factory(name), dict(env_config or {})
+    if makes_vector_matches(factory):
+        from ludus.envs.matches.vector_multi_agent import SingleVectorMatch
+
+        _check_unwrapped(name, wrappers, drop)
+        if render_mode is not None and registry.accepts(factory, "render_mode"):
+            config["render_mode"] = render_mode
+        return SingleVectorMatch(_build_vector_env(name, factory, config, 1), name)
     if not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
     if render_mode is not None and registry.accepts(factory, "render_mode"):
         config["render_mode"] = render_mode
     return match_of(_build_env(name, factory, config, wrappers), name, drop)
+
+
+def makes_vector_matches(factory: Callable[..., Any]) -> bool:
+    """Whether a class or function makes a VectorMultiAgentEnv: it declares so, and has a parameter `num_envs`."""
+    return registry.makes_vector_env(factory) and _declares_multi_agent(factory) is True
+
+
+def make_vector_matches(
+    name: str,
+    count: int,
+    env_config: Mapping[str, Any] | None = None,
+    wrappers: WrapperList = (),
+    preprocess: PreprocessConfig | None = None,
+) -> VectorMatches | None:
+    """Make an environment that steps `count` matches with one call; None if `name` is not one, or is preprocessed match by match.
+
+    Raises like `make_match`.
+    """
+    from ludus.envs.matches.vector_multi_agent import VectorMatches
+    from ludus.envs.preprocessing import is_plain
+
+    if name.partition("/")[0] in FAMILIES:
+        return None
+    factory = _load_factory(name)
+    if not makes_vector_matches(factory):
+        return None
+    _check_unwrapped(name, wrappers, (preprocess and preprocess.drop) or ())
+    if preprocess is not None and not is_plain(preprocess):
+        return None
+    return VectorMatches(_build_vector_env(name, factory, dict(env_config or {}), count), name)
+
+
+def _check_unwrapped(name: str, wrappers: WrapperList, drop: Sequence[str]) -> None:
+    for key, given in (("config.wrappers", wrappers), ("config.preprocess.drop", drop)):
+        if given:
+            raise ConfigError(
+                f"{key} do not apply to {name}, which steps many matches as arrays.", "Change the arrays in its class."
+            )
+
+
+def _build_vector_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], count: int) -> VectorMultiAgentEnv:
+    from ludus.envs.matches.vector_multi_agent import VectorMultiAgentEnv
+
+    with construction_errors(name):
+        env = factory(num_envs=count, **config)
+    if not isinstance(env, VectorMultiAgentEnv) or env.num_envs != count:
+        made = f"one of {env.num_envs} matches" if isinstance(env, VectorMultiAgentEnv) else f"a {type(env).__name__}"
+        close_quietly(env)
+        raise EnvironmentFault(f"{name} made {made} where a VectorMultiAgentEnv of {count} was asked for.", "Check its num_envs.")
+    return env
 
 
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
@@ -323,6 +394,9 @@ def _declares_multi_agent(made: Any) -> bool | None:
         return None
     if issubclass(kind, (gym.Env, gym.vector.VectorEnv)):
         return False
+    vector = sys.modules.get("ludus.envs.matches.vector_multi_agent")  # imported if anything inherits from it
+    if vector is not None and issubclass(kind, vector.VectorMultiAgentEnv):
+        return True
     pettingzoo = sys.modules.get("pettingzoo")
     bases = () if pettingzoo is None else (pettingzoo.ParallelEnv, pettingzoo.AECEnv)
     return True if issubclass(kind, bases) or hasattr(kind, "possible_agents") else None
@@ -457,7 +531,7 @@ class _AgentTable:
             reward = float(given)
         except (TypeError, ValueError):
             reward = np.nan
-        if not abs(reward) <= _MAX_REWARD:  # also rejects NaN
+        if not abs(reward) <= MAX_REWARD:  # also rejects NaN
             raise EnvironmentFault(f"{self.name} gave {agent!r} the reward {given} at step {self.steps}.")
         return reward
 
@@ -540,8 +614,8 @@ class _MatchBase:
 
     def _check_idle(self, step: MatchStep) -> MatchStep:
         self._idle = 0 if step.turns or step.over else self._idle + 1
-        if self._idle > _MAX_IDLE_STEPS:
-            raise EnvironmentFault(f"No agent of {self.name} has acted for {_MAX_IDLE_STEPS} steps, and its episode is not over.")
+        if self._idle > MAX_IDLE_STEPS:
+            raise EnvironmentFault(f"No agent of {self.name} has acted for {MAX_IDLE_STEPS} steps, and its episode is not over.")
         return step
 
 
@@ -621,7 +695,7 @@ class AECMatch(_MatchBase):
 
     def _next(self) -> MatchStep:
         departures: list[Departure] = []
-        for _ in range(_MAX_IDLE_STEPS):
+        for _ in range(MAX_IDLE_STEPS):
             present = self._agents.present()
             # Agents that disappeared without ending their episode: the outcome of their last action is unknown.
             departures += [self._leave(agent) for agent in list(self._playing) if agent not in present]
@@ -691,7 +765,7 @@ class CentralState:
         return {"observation": observation, "state": {"agent": self._marks[agent], "seen": shared}}
 
 
-def network_spaces(match: MultiAgentMatch, agent: str, *, central: bool) -> tuple[gym.Space[Any], gym.Space[Any]]:
+def network_spaces(match: MatchSpaces, agent: str, *, central: bool) -> tuple[gym.Space[Any], gym.Space[Any]]:
     """Observation and action space of the network that plays an agent. `central`: with the input of a centralised critic."""
     own = match.agents[agent]
     if not central:

@@ -37,6 +37,7 @@ _BUILTIN = {"ludus/Arena-1v1-v0": ("ludus.games.arena.env.gym_env:ArenaEnv", "lu
 _BUILTIN_MULTI_AGENT = {
     "ludus/Arena-3v3-v0": "ludus.games.arena.env.pettingzoo_env:arena_3v3",
     "ludus/Arena-5v5-v0": "ludus.games.arena.env.pettingzoo_env:arena_5v5",
+    "ludus/ConnectFour-v0": "ludus.envs.matches.connect_four:ConnectFourEnv",
     "ludus/RockPaperScissors-v0": "ludus.envs.matches.rock_paper_scissors:RockPaperScissorsEnv",
 }
 """Built-in environments with several agents."""

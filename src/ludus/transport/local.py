@@ -14,7 +14,7 @@ class LocalMemory:
     """Thread-safe."""
 
     def __init__(self, spec: SegmentSpec, rows: int, blocks: int) -> None:
-        self._spec, self._rows = spec, rows
+        self.spec, self._rows = spec, rows
         self._unallocated = blocks
         self._free: deque[Segments] = deque()
         self._ready: deque[Segments] = deque()
@@ -33,7 +33,7 @@ class LocalMemory:
             if self._free:
                 block = self._free.popleft()
             elif self._unallocated:
-                block = Segments.empty(self._spec, self._rows)
+                block = Segments.empty(self.spec, self._rows)
                 self._unallocated -= 1
             else:
                 return None

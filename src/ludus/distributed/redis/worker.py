@@ -41,7 +41,7 @@ from ludus.distributed.redis.messages import (
     weights_key,
 )
 from ludus.distributed.watched_thread import WatchedThread
-from ludus.envs.pettingzoo import make_match, network_spaces
+from ludus.envs.pettingzoo import network_spaces
 from ludus.envs.vector_env import Environments, make_environments
 from ludus.errors import (
     Damaged,
@@ -61,7 +61,8 @@ from ludus.process.host import keep_freed_memory
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
 from ludus.sampling.multi_agent.batches import MultiAgentSettings
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
+from ludus.sampling.multi_agent.vector_copies import make_copies
 from ludus.sampling.sampler import Interruption, Sampler, SamplerTimes, segment_spec
 from ludus.sampling.segment_recorder import session_spec
 from ludus.sampling.self_play import with_past_opponents
@@ -224,10 +225,10 @@ class FleetWorker:
                 follower.leave(keep=True)
                 raise
 
-    def _make_environments(self, spec: WorkerSpec) -> Environments | EnvCopies:
+    def _make_environments(self, spec: WorkerSpec) -> Environments | MatchCopies:
         if spec.matches is not None:
-            return EnvCopies(
-                lambda: make_match(spec.env, spec.env_config, None, spec.wrappers, PreprocessConfig(**spec.preprocess)), spec.num_envs,
+            return make_copies(
+                spec.env, spec.num_envs, spec.env_config, wrappers=spec.wrappers, preprocess=PreprocessConfig(**spec.preprocess),
                 forgiving=spec.forgiving, beat=self._on_step,
             )  # fmt: skip
         environments = make_environments(
@@ -237,9 +238,9 @@ class FleetWorker:
         environments.reset(spec.seed)  # only after a reset is it known whether it masks actions
         return environments
 
-    def _make_policy(self, spec: WorkerSpec, environments: Environments | EnvCopies) -> Policy:
+    def _make_policy(self, spec: WorkerSpec, environments: Environments | MatchCopies) -> Policy:
         """The policy of the spec. Raises IncompatibleCheckpoint when the environment here differs from the learner's."""
-        if isinstance(environments, EnvCopies):
+        if isinstance(environments, MatchCopies):
             self._check_agents(spec, environments)
         else:
             _check_spaces(spec, environments.observation_space, environments.action_space)
@@ -248,19 +249,19 @@ class FleetWorker:
         return copy_for_acting(serialization.policy_from(spec.description), parse_device(spec.device, "inference_device"))
 
     @staticmethod
-    def _check_agents(spec: WorkerSpec, copies: EnvCopies) -> None:
+    def _check_agents(spec: WorkerSpec, copies: MatchCopies) -> None:
         matches = MatchSpec.decode(spec.matches or {})
-        if list(copies[0].agents) != list(matches.policy_mapping):
+        if list(copies.agents) != list(matches.policy_mapping):
             raise IncompatibleCheckpoint(
-                f"{spec.env} has the agents {', '.join(copies[0].agents)} here; the learner's has {', '.join(matches.policy_mapping)}.",
+                f"{spec.env} has the agents {', '.join(copies.agents)} here; the learner's has {', '.join(matches.policy_mapping)}.",
                 "Install the same version of the environment, with the same files.",
             )
         for agent in matches.policy_mapping:
-            _check_spaces(spec, *network_spaces(copies[0], agent, central=bool(matches.settings["central"])))
+            _check_spaces(spec, *network_spaces(copies, agent, central=bool(matches.settings["central"])))
 
     @staticmethod
-    def _layout_of(spec: WorkerSpec, environments: Environments | EnvCopies, policy: Policy) -> BlockLayout:
-        if isinstance(environments, EnvCopies):
+    def _layout_of(spec: WorkerSpec, environments: Environments | MatchCopies, policy: Policy) -> BlockLayout:
+        if isinstance(environments, MatchCopies):
             plan = _match_plan(spec, policy)
             return BlockLayout(plan.specs[0], plan.rows)
         return BlockLayout(segment_spec(policy, environments, spec.steps), spec.num_envs)
@@ -268,7 +269,7 @@ class FleetWorker:
     def _sample(
         self,
         spec: WorkerSpec,
-        environments: Environments | EnvCopies,
+        environments: Environments | MatchCopies,
         policy: Policy,
         writer: StreamWriter,
         follower: _Follower,
@@ -287,7 +288,7 @@ class FleetWorker:
         self_play = SelfPlayConfig(**spec.self_play)
         self._wait_for_weights(follower, spec.in_turn, -1, 0, writer, beat)  # self-play begins with the first version
         sampler: Sampler | _FleetMatchSampler
-        if isinstance(environments, EnvCopies):
+        if isinstance(environments, MatchCopies):
             sampler = _FleetMatchSampler(
                 environments, _match_plan(spec, policy), source, writer, seed, self_play, Interruption(beat)
             )
@@ -395,7 +396,7 @@ class _FleetMatchSampler:
 
     def __init__(
         self,
-        copies: EnvCopies,
+        copies: MatchCopies,
         plan: MatchSamplingPlan,
         source: PolicySource,
         writer: StreamWriter,

@@ -19,7 +19,7 @@ from ludus.core.types import Segments
 from ludus.envs.vector_env import Environments, make_environments, training_env_config
 from ludus.errors import ConfigError
 from ludus.experiments.assembly.learners import make_algorithm
-from ludus.experiments.assembly.match_evaluation import assign_agents, make_match
+from ludus.experiments.assembly.match_evaluation import assign_agents
 from ludus.experiments.assembly.multi_agent_training import sampling_settings, trained_specs
 from ludus.experiments.assembly.policies import make_policy
 from ludus.experiments.resolve import Announce, ClusterOptions, job_nodes, resolve
@@ -29,11 +29,11 @@ from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.policy import Policy
 from ludus.process.host import usable_cores
 from ludus.sampling.multi_agent.batches import MatchBatches, match_batches
-from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet
 from ludus.sampling.multi_agent.sampler import MultiAgentSampler
 from ludus.sampling.multi_agent.seating import SeatAgents, Seating
+from ludus.sampling.multi_agent.vector_copies import make_copies
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
@@ -211,9 +211,11 @@ def measure_matches(env: str, algorithm: type[Algorithm], config: AlgorithmConfi
     assert section is not None
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
-        copies = EnvCopies(lambda: make_match(env, config), config.num_envs_per_worker)
+        copies = make_copies(
+            env, config.num_envs_per_worker, config.env_config, wrappers=config.wrappers, preprocess=config.preprocess
+        )
         stack.callback(copies.close)
-        assignment = assign_agents(copies[0], section)
+        assignment = assign_agents(copies, section)
         each = {name: policy_config(algorithm.Config, config, name) for name in section.names()}
         central = section.centralized_value
         policies = {name: make_policy(*spaces, each[name], central=central) for name, spaces in assignment.spaces.items()}

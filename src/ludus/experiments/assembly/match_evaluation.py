@@ -13,7 +13,7 @@ import gymnasium as gym
 from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs import pettingzoo
-from ludus.envs.pettingzoo import MultiAgentMatch, network_spaces
+from ludus.envs.pettingzoo import MatchSpaces, MultiAgentMatch, network_spaces
 from ludus.envs.preprocessing import for_evaluation
 from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Interrupted
@@ -34,7 +34,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.models.centralized_critic import OWN, STATE
 from ludus.models.policy import Policy
 from ludus.sampling.episode_runner import Score, preserve_random_state
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.opponents import RANDOM, Opponent, ZeroSum
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class AgentAssignment:
         return observation, action
 
 
-def assign_agents(match: MultiAgentMatch, section: MultiAgentConfig) -> AgentAssignment:
+def assign_agents(match: MatchSpaces, section: MultiAgentConfig) -> AgentAssignment:
     """The assignment of a resolved configuration. With a centralised value, networks also take the state of the whole match."""
     assert isinstance(section.policy_mapping, Mapping)
     agents = dict(section.policy_mapping)
@@ -88,7 +88,7 @@ class MatchEvaluation:
         self._plan, self._choice, self._stop = plan, choice, stop
         self._recorder, self._notice, self._displayed = recorder, notice, displayed
         self._sources = acting_sources(policies)
-        self._copies: EnvCopies | None = None
+        self._copies: MatchCopies | None = None
 
     @property
     def every_s(self) -> float | None:

@@ -15,15 +15,15 @@ from ludus.experiments.assembly.components import (
     TrainingComponents,
     whole_agent_episodes,
 )
-from ludus.experiments.assembly.match_evaluation import assign_agents, load_opponent, make_match
+from ludus.experiments.assembly.match_evaluation import assign_agents, load_opponent
 from ludus.experiments.assembly.match_learning import open_match_learning
 from ludus.experiments.control.stopping import StopCheck
 from ludus.models.policy import Policy
 from ludus.sampling.fixed_opponents import seat_fixed_opponents
 from ludus.sampling.match_opponents import result_names, seat_self_play
 from ludus.sampling.multi_agent.batches import MultiAgentSettings, match_batches
-from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.sampler import MultiAgentSampler
+from ludus.sampling.multi_agent.vector_copies import make_copies
 from ludus.sampling.sampler import Interruption
 from ludus.sampling.segment_recorder import session_spec
 
@@ -37,12 +37,12 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
 
     with stop.interruptible():
         copies = stack.own(
-            EnvCopies(
-                lambda: make_match(e.env, config), config.num_envs_per_worker,
+            make_copies(
+                e.env, config.num_envs_per_worker, config.env_config, wrappers=config.wrappers, preprocess=config.preprocess,
                 forgiving=config.restart_failed_sub_environments, beat=stop.raise_if_due,
             )
         )  # fmt: skip
-    assignment = assign_agents(copies[0], config.multiagent)
+    assignment = assign_agents(copies, config.multiagent)
     match_learning = open_match_learning(assignment, prepared, hooks, stack, stop)
     learning, policies = match_learning.learning, match_learning.policies
 

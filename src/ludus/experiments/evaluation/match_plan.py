@@ -33,8 +33,10 @@ from ludus.models.weights import serialization
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.process.workers.supervisor import Context
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, preserve_random_state
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.play import CopyShare, play_matches
+from ludus.sampling.multi_agent.vector_copies import make_copies
 from ludus.sampling.opponents import RANDOM, Opponent
 
 Sources = Mapping[str, PolicySource]
@@ -108,13 +110,21 @@ class MatchEvaluationPlan:
     def make(self, render_mode: str | None = None) -> MultiAgentMatch:
         return make_match(self.env, self.env_config, render_mode, self.wrappers, self.preprocess)
 
-    def copies(self, count: int, beat: Callable[[], None]) -> EnvCopies:
-        return EnvCopies(self.make, count, forgiving=self.forgiving, beat=beat)
+    def copies(self, count: int, beat: Callable[[], None]) -> MatchCopies:
+        return make_copies(
+            self.env,
+            count,
+            self.env_config,
+            wrappers=self.wrappers,
+            preprocess=self.preprocess,
+            forgiving=self.forgiving,
+            beat=beat,
+        )
 
     def play(
         self,
         sources: Sources,
-        copies: EnvCopies,
+        copies: MatchCopies,
         seed: int,
         *,
         first: int = 0,
@@ -136,7 +146,7 @@ class MatchEvaluationPlan:
     def _play(
         self,
         sources: Sources,
-        copies: EnvCopies,
+        copies: MatchCopies,
         plan: EpisodePlan,
         seed: int,
         first: int,
@@ -265,7 +275,7 @@ class MatchEvaluationPlayer:
         self._policies = {model: serialization.policy_from(described) for model, described in plan.descriptions.items()}
         self._sources = acting_sources(self._policies)
         self._opponent = None if plan.opponent is None else plan.opponent.load()
-        self._copies: dict[int, EnvCopies] = {}  # by their number; shares differ by one
+        self._copies: dict[int, MatchCopies] = {}  # by their number; shares differ by one
         self._recorder: MatchVideoRecorder | None = None
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
-from ludus.experiments.assembly.match_evaluation import make_match
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.validation.validate import is_multi_agent
 from ludus.league.runtime.arena_evaluation import ArenaPairs
@@ -19,10 +19,11 @@ from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import PolicySpaces, load_league_policy
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet
 from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
+from ludus.sampling.multi_agent.vector_copies import make_copies
 
 _ROWS: Final = 32
 """Matches that are played at the same time."""
@@ -58,10 +59,15 @@ class EnvPairs:
         """`matches`: most matches of a pair."""
         env, config = resolved.experiment.env, resolved.config
         self._league, self._spool = league, spool
-        self._copies = EnvCopies(
-            lambda: make_match(env, config), max(1, min(_ROWS, matches)), forgiving=config.restart_failed_sub_environments
+        self._copies = make_copies(
+            env,
+            max(1, min(_ROWS, matches)),
+            config.env_config,
+            wrappers=config.wrappers,
+            preprocess=config.preprocess,
+            forgiving=config.restart_failed_sub_environments,
         )
-        agents = self._copies[0].agents
+        agents = self._copies.agents
         first = next(iter(agents.values()))
         self._like = PolicySpaces(first.observation, first.action)
         self._sides = [tuple(side) for side in config.self_play.sides or [[agent] for agent in agents]]
@@ -83,7 +89,7 @@ class EnvPairs:
 
 
 def _play(
-    copies: EnvCopies,
+    copies: MatchCopies,
     sides: Sequence[tuple[str, ...]],
     policies: Mapping[str, ActingPolicy | None],
     task: PairTask,
@@ -114,7 +120,7 @@ def _play(
     matches = MatchRunner(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
     with loaded.acting():
         while any(left) and not interrupted():
-            matches.tick(lambda number: left[number] > 0)
+            matches.tick(np.array(left) > 0)
             over = {number for number, _ in matches.finished}
             long = [
                 number for number in range(n) if left[number] > 0 and number not in over and matches.steps_of(number) >= max_steps

@@ -129,7 +129,7 @@ def decide_rows(
 ) -> list[Decision]:
     """Decide for all rows in one forward pass. A state of None is the initial one, a mask of None allows everything."""
     n = len(observations)
-    acted = policy.act(stack_rows(observations), stack_states(policy, states), _stack_masks(masks), noise)
+    acted = policy.act(stack_rows(observations), stack_states(policy, states), stack_masks(masks), noise)
     # Copies: a session keeps its state until its next tick, and a view would keep the whole batch alive.
     after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
     columns = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
@@ -151,7 +151,7 @@ def stack_states(policy: ActingPolicy, states: Sequence[State | None]) -> State:
     return tuple(np.array(column) for column in columns)
 
 
-def _stack_masks(masks: Sequence[Bools | None]) -> Bools | None:
+def stack_masks(masks: Sequence[Bools | None]) -> Bools | None:
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None

@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.buffers.collate import join_segments, pack_segments
 from ludus.core.types import Segments, SegmentSpec
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.seating import FinishedMatch
 from ludus.transport.local import LocalMemory
 
@@ -40,9 +40,9 @@ def recorded_bound(settings: MultiAgentSettings, agents: int, models: int, copie
     return settings.batch_steps * steps_counted_once + 2 * copies * agents
 
 
-def match_batches(specs: Sequence[SegmentSpec], settings: MultiAgentSettings, copies: EnvCopies) -> MatchBatches:
+def match_batches(specs: Sequence[SegmentSpec], settings: MultiAgentSettings, copies: MatchCopies) -> MatchBatches:
     """Batches of the models that are trained, with memory for all that may be recorded, even in segments of one step."""
-    agents = len(copies[0].agents)
+    agents = len(copies.agents)
     blocks = recorded_bound(settings, agents, len(specs), len(copies)) + 2 * len(copies) * agents + 16
     return MatchBatches({spec.model: LocalMemory(spec, 1, blocks) for spec in specs})
 

@@ -1,26 +1,35 @@
-"""Copies of one environment that are stepped together: one forward pass per model and tick for all of them."""
+"""Matches that are stepped together: one forward pass per model and tick for all of them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from ludus.core.tree import Array
-from ludus.envs.pettingzoo import Departure, Turn, sample_action
-from ludus.errors import EnvironmentFault
+from ludus.core.tree import Array, map_tree
+from ludus.core.types import Bools, Ints, SegmentSpec
+from ludus.envs.matches.rows import Returns, RowStep
+from ludus.envs.pettingzoo import sample_action
 from ludus.models.inference.batched_policy import State
-from ludus.sampling.multi_agent.env_copies import EnvCopies
-from ludus.sampling.multi_agent.match_slot import MatchSlot, Seat
-from ludus.sampling.multi_agent.policy_set import PolicySet, plain_action
+from ludus.models.policy import BatchDecision
+from ludus.sampling.multi_agent.copies import MatchCopies, MatchStreams
+from ludus.sampling.multi_agent.policy_set import PolicySet
+from ludus.sampling.multi_agent.row_recorder import RowRecorder
 from ludus.sampling.multi_agent.seating import FinishedMatch, SeatAgents, Seating
 from ludus.sampling.sampler import SamplerTimes
-from ludus.sampling.segment_recorder import RecorderStats, SegmentRecorder
+from ludus.sampling.segment_recorder import RecorderStats
 from ludus.transport.base import SegmentWriter
+
+
+class RecordedMemory(SegmentWriter, Protocol):
+    """A memory of segments with one row, with their spec."""
+
+    @property
+    def spec(self) -> SegmentSpec: ...
 
 
 @dataclass
@@ -44,14 +53,17 @@ class _EpisodeWindow:
 
 
 class MatchRunner:
-    """Several copies of an environment that are stepped together, with their seats and recorders."""
+    """Several matches of an environment that are stepped together, with the state and the recorders of their rows.
+
+    A row is one agent of one match: row = match × number of agents + agent.
+    """
 
     def __init__(
         self,
-        copies: EnvCopies,
+        copies: MatchCopies,
         policy_mapping: Mapping[str, str],
         policies: PolicySet,
-        writers: Mapping[str, SegmentWriter],
+        writers: Mapping[str, RecordedMemory],
         seed: int,
         *,
         central: bool = False,
@@ -79,168 +91,265 @@ class MatchRunner:
         self.env_steps = 0
         self.agent_steps = 0
         self.times = SamplerTimes()
-        self._slots: list[MatchSlot] = []
-        for number, match in enumerate(copies):
-            seats = {}
-            for index, agent in enumerate(match.agents):
-                writer = writers.get(policy_mapping[agent])
-                origin = (first_copy + number) * len(match.agents) + index
-                seats[agent] = Seat(agent, None if writer is None else SegmentRecorder(writer, origin, self.stats))
-            self._slots.append(MatchSlot(copies, number, seats, seed, central=central, first_copy=first_copy))
+
+        self._agents = list(copies.agents)
+        self._action_spaces = [copies.agents[agent].action for agent in self._agents]
+        self._streams = [MatchStreams(seed, first_copy + number) for number in range(len(copies))]
+        self._source = copies.open_source(self._streams, central=central)
+        self._steps: Ints = np.zeros(len(copies), np.int64)  # of the current matches
+        self._seatings = [Seating({})] * len(copies)
+        count = len(copies) * len(self._agents)
+        self._rows = _Rows(count)
+        self._models: list[str | None] = [None]  # _Rows.model counts them
+        self._states: dict[str, State] = {}  # model → recurrent states [rows, …]; only those of its own rows are used
+        self._owners: Ints = np.array([self._model_number(policy_mapping[agent]) for agent in self._agents] * len(copies))
+        self._recorders: dict[str, tuple[RowRecorder, Ints]] = {}  # with row → index in the recorder
+        for model, writer in writers.items():
+            own = np.flatnonzero(self._owners == self._model_number(model))
+            index: Ints = np.full(count, -1)
+            index[own] = np.arange(len(own))
+            origins = own + first_copy * len(self._agents)
+            self._recorders[model] = RowRecorder(writer, writer.spec, origins, self.stats), index
 
     @property
     def late_rewards(self) -> int:
-        return sum(slot.match.late_rewards for slot in self._slots)
+        return self._source.late_rewards
 
-    def tick(self, playing: Callable[[int], bool] = lambda number: True) -> None:
-        """Step every copy for which `playing` is true; a copy whose match is over starts the next one. Inside `acting`."""
-        clock = time.perf_counter
-        active = [(number, slot) for number, slot in enumerate(self._slots) if playing(number)]
+    # -- one tick -------------------------------------------------------------------------------------------------------
+
+    def tick(self, playing: Bools | None = None) -> None:
+        """Step all copies or those that are `playing` [N]; a copy whose match is over starts the next one. Inside `acting`."""
+        clock, source = time.perf_counter, self._source
         began = clock()
-        for number, slot in active:
-            if slot.current.over:
-                slot.begin(self.seat_agents(number))
-                self._add_turn_rewards(slot)
+        over = np.flatnonzero(source.over if playing is None else source.over & playing)
+        if len(over):
+            self._begin(over.tolist())
         started = clock()
-        actions = self._decide(active)
+        rows = source.acting_rows(playing)
+        self._decide(rows)
         decided = clock()
-        active = [(number, slot) for number, slot in active if self._advance(slot, actions[number])]
+        active = ~source.over if playing is None else playing & ~source.over
+        step = source.step(playing)
         stepped = clock()
         self.times.environment_s += started - began + stepped - decided
         self.times.policy_s += decided - started
-        self.env_steps += len(active)
-        self.agent_steps += sum(len(actions[number]) for number, _ in active)
+        if step.lost:
+            self._abandon(step.lost)
+            active[step.lost] = False
+            rows = rows[active[rows // len(self._agents)]]
+        count = int(np.count_nonzero(active))
+        self._steps[active] += 1
+        self.env_steps += count
+        self.agent_steps += len(rows)
         for model in self.steps_since_batch:
-            self.steps_since_batch[model] += len(active)
-        left: dict[str, list[tuple[Seat, Departure]]] = {}
-        for _, slot in active:
-            for departure in slot.current.departures:
-                seat = slot.add_reward(departure.agent, departure.reward)
-                left.setdefault(self.policy_mapping[departure.agent], []).append((seat, departure))
-        for model, leavings in left.items():
-            self._end_episodes(model, leavings)
-        for number, slot in active:
-            self._add_turn_rewards(slot)
-            if slot.current.over:
-                self.matches += 1
-                match = FinishedMatch(dict(slot.returns), slot.steps, slot.seating)
-                self.finished.append((number, match))
-                if slot.seating.on_finished is not None:
-                    slot.seating.on_finished(match)
+            self.steps_since_batch[model] += count
+        if len(step.departures):
+            self._end_episodes(step)
+        self._add_turn_rewards(step)
+        for number in np.flatnonzero(source.over & active).tolist():
+            self.matches += 1
+            match = self._finished_match(number)
+            self.finished.append((number, match))
+            if match.seating is not None and match.seating.on_finished is not None:
+                match.seating.on_finished(match)
         self.times.policy_s += clock() - stepped
 
-    def _advance(self, slot: MatchSlot, actions: Mapping[str, Any]) -> bool:
-        try:
-            slot.advance(actions)
-        except EnvironmentFault as fault:
-            self._discard_match(slot, fault)
-            return False
-        return True
+    def _begin(self, numbers: Sequence[int]) -> None:
+        width = len(self._agents)
+        for number in numbers:
+            seating = self._seatings[number] = self.seat_agents(number)
+            rows = slice(number * width, (number + 1) * width)
+            self._rows.model[rows] = [self._model_number(seating.models[agent]) for agent in self._agents]
+            self._rows.learns[rows] = [seating.recorded is None or agent in seating.recorded for agent in self._agents]
+            self._rows.gained[rows] = 0.0
+            self._reset_rows(np.arange(rows.start, rows.stop))
+            self._steps[number] = 0
+            self._source.over[number] = False
+        step = self._source.begin(numbers)
+        if step.lost:
+            self._abandon(step.lost)
+        self._add_turn_rewards(step)
 
-    def _add_turn_rewards(self, slot: MatchSlot) -> None:
-        """Add the rewards of the agents that act next; the outcome of their previous action is now known."""
-        for turn in slot.current.turns:
-            seat, model = slot.add_reward(turn.agent, turn.reward), self.policy_mapping[turn.agent]
-            if seat.acted and seat.learns and model in self.complete_steps:
-                self.complete_steps[model] += 1
+    def _model_number(self, model: str | None) -> int:
+        if model not in self._models:
+            self._models.append(model)
+        return self._models.index(model)
 
-    def _decide(self, active: Sequence[tuple[int, MatchSlot]]) -> dict[int, dict[str, Any]]:
-        actions: dict[int, dict[str, Any]] = {}
-        requests: dict[str, list[tuple[int, Seat, Turn]]] = {}
-        noise: dict[str, list[Array]] = {}
-        for number, slot in active:
-            actions[number] = {}
-            for turn in slot.current.turns:
-                model = slot.seating.models[turn.agent]
-                if model is None:
-                    action = sample_action(slot.match.agents[turn.agent].action, turn.mask, slot.random)
-                    actions[number][turn.agent] = plain_action(action)
-                else:
-                    requests.setdefault(model, []).append((number, slot.seats[turn.agent], turn))
-                    row = self._policies.draw_noise(model, slot.generator) if self._independent else None
-                    if row is not None:
-                        noise.setdefault(model, []).append(row)
-        for model, rows in requests.items():
-            drawn = noise.get(model)
-            decisions = self._policies.decide(
-                model,
-                [(turn.observation, seat.state, turn.mask) for _, seat, turn in rows],
-                None if drawn is None else np.concatenate(drawn),
-            )
-            fresh = self._policies.initial_state(model)
-            for (number, seat, turn), decision in zip(rows, decisions, strict=True):
-                if seat.recorder is not None:
-                    state = fresh if seat.state is None else seat.state
-                    seat.recorder.step(turn.observation, turn.mask, decision, turn.reward, state)
-                seat.state, seat.acted, seat.length = decision.state, True, seat.length + 1
-                actions[number][seat.agent] = plain_action(decision.action)
-        return actions
-
-    def _end_episodes(self, model: str, leavings: Sequence[tuple[Seat, Departure]]) -> None:
-        """End the episodes of departing agents; truncated ones bootstrap from the value of their last observation."""
-        valued = [(seat, left) for seat, left in leavings if left.observation is not None and seat.recorder and seat.acted]
-        estimates = self._policies.values(model, [(left.observation, seat.state) for seat, left in valued]) if valued else []
-        values = {id(seat): value for (seat, _), value in zip(valued, estimates, strict=True)}
-        for seat, left in leavings:
-            if seat.acted and seat.learns:
-                self._end_episode(model, seat, left, values.get(id(seat)))
-            seat.reset()
-
-    def _end_episode(self, model: str, seat: Seat, left: Departure, value: float | None) -> None:
-        self.recent[model].add(seat.total_reward, seat.length)
-        if seat.recorder is None:
+    def _decide(self, rows: Ints) -> None:
+        """Choose and record the actions of rows, with one forward pass per model."""
+        numbers = self._rows.model[rows]
+        if len(rows) and (numbers == numbers[0]).all():
+            self._decide_model(self._models[numbers[0]], rows)
             return
-        truncated = not left.terminated
-        if left.terminated or value is not None:
-            self.complete_steps[model] += 1
-        seat.recorder.finish(
-            left.reward, terminated=left.terminated, truncated=truncated, observation=left.observation, value=value
-        )
+        for number in dict.fromkeys(numbers.tolist()):  # in the order of their first rows, which noise is drawn in
+            self._decide_model(self._models[number], rows[numbers == number])
 
-    def _discard_match(self, slot: MatchSlot, fault: EnvironmentFault) -> None:
-        """The environment failed: the outcome of the last actions is unknown, and the match does not count."""
-        slot.recreate(fault)
-        slot.abandon()
+    def _decide_model(self, model: str | None, rows: Ints) -> None:
+        source, width = self._source, len(self._agents)
+        if model is None:
+            for row in rows.tolist():
+                one = np.array([row])
+                mask, random = source.mask(one), self._streams[row // width].random
+                action = sample_action(self._action_spaces[row % width], None if mask is None else mask[0], random)
+                source.set_actions(one, map_tree(lambda part: np.asarray(part)[None], action))
+            return
+        noise = self._draw_noise(model, rows) if self._independent else None
+        observation, mask, state = source.observation(rows), source.mask(rows), self._state(model, rows)
+        acted, version = self._policies.act(model, observation, state, mask, len(rows), noise)
+        if model in self._recorders:
+            recorder, index = self._recorders[model]
+            own = np.flatnonzero(self._rows.learns[rows] & (index[rows] >= 0))
+            if len(own) == len(rows):
+                recorder.step(index[rows], observation, mask, acted, version, self._rows.reward[rows], state)
+            elif len(own):
+                own_mask, own_state = None if mask is None else mask[own], tuple(part[own] for part in state)
+                own_observation = map_tree(lambda part: part[own], observation)
+                reward = self._rows.reward[rows[own]]
+                recorder.step(index[rows[own]], own_observation, own_mask, _select(acted, own), version, reward, own_state)
+        for stored, after in zip(self._states.get(model, ()), acted.state, strict=True):
+            stored[rows] = after
+        self._rows.acted[rows] = True
+        self._rows.length[rows] += 1
+        source.set_actions(rows, acted.action)
+
+    def _draw_noise(self, model: str, rows: Ints) -> Array | None:
+        width = len(self._agents)
+        drawn = [self._policies.draw_noise(model, self._streams[row // width].generator) for row in rows.tolist()]
+        return None if drawn[0] is None else np.concatenate(drawn)  # type: ignore[arg-type]
+
+    def _state(self, model: str, rows: Ints) -> State:
+        """The recurrent states of rows that a model plays."""
+        if model not in self._states:
+            specs = self._policies.state_spec(model)
+            self._states = {known: parts for known, parts in self._states.items() if known in self._policies.models()}
+            self._states[model] = tuple(spec.zeros(len(self._rows.model)) for spec in specs)
+        return tuple(part[rows] for part in self._states[model])
+
+    def _add_turn_rewards(self, step: RowStep) -> None:
+        """Add the rewards of the rows that act next; the outcome of their previous actions is now known."""
+        rows, turns = self._rows, step.turns
+        rows.gained[turns] += step.turn_reward
+        rows.total[turns] += step.turn_reward
+        rows.reward[turns] = step.turn_reward
+        known = turns[rows.acted[turns] & rows.learns[turns]]
+        for model, (_, index) in self._recorders.items():
+            self.complete_steps[model] += int(np.count_nonzero(index[known] >= 0))
+
+    # -- ends of episodes -----------------------------------------------------------------------------------------------
+
+    def _end_episodes(self, step: RowStep) -> None:
+        """End the episodes of departing rows; truncated ones bootstrap from the value of their last observation."""
+        rows, departures = self._rows, step.departures
+        rows.gained[departures] += step.departure_reward
+        rows.total[departures] += step.departure_reward
+        owners = self._owners[departures]
+        for number in dict.fromkeys(owners.tolist()):
+            model = self._models[number]
+            assert model is not None
+            ended = np.flatnonzero((owners == number) & rows.acted[departures] & rows.learns[departures])
+            for row in departures[ended].tolist():
+                self.recent[model].add(float(rows.total[row]), int(rows.length[row]))
+            if model in self._recorders and len(ended):
+                self._finish_segments(model, step, ended)
+        self._reset_rows(departures)
+
+    def _finish_segments(self, model: str, step: RowStep, ended: Ints) -> None:
+        """`ended`: which departures of the step are episodes of the model that are recorded."""
+        recorder, index = self._recorders[model]
+        rows, terminated = step.departures[ended], step.terminated[ended]
+        valued = np.flatnonzero(step.observed[ended])
+        observation = value = None
+        if len(valued):
+            observation = self._source.final_observation(rows[valued])
+            value = self._policies.values(model, observation, self._state(model, rows[valued]))
+        self.complete_steps[model] += int(np.count_nonzero(terminated | step.observed[ended]))
+        recorder.finish(index[rows], step.departure_reward[ended], terminated, valued, observation, value)
+
+    def _reset_rows(self, rows: Ints) -> None:
+        state = self._rows
+        state.acted[rows], state.total[rows], state.length[rows] = False, 0.0, 0
+        for parts in self._states.values():
+            for part in parts:
+                part[rows] = 0
+
+    def _abandon(self, numbers: Sequence[int]) -> None:
+        """End matches where they are; the outcome of their last actions is unknown and not recorded."""
+        width = len(self._agents)
+        rows = np.concatenate([np.arange(number * width, (number + 1) * width) for number in numbers])
+        learning = rows[self._rows.learns[rows]]
+        for recorder, index in self._recorders.values():
+            recorder.discard_pending(index[learning[index[learning] >= 0]])
+        self._reset_rows(rows)
+        self._source.abandon(numbers)
 
     def cut(self, model: str) -> None:
         """Commit everything that the agents of a model have recorded for its batch. Inside `acting`, with the version that acted."""
-        waiting: list[tuple[SegmentRecorder, State | None, Turn]] = []
-        for slot in self._slots:
-            turns = {turn.agent: turn for turn in slot.current.turns}
-            for agent, seat in slot.seats.items():
-                if self.policy_mapping[agent] != model or seat.recorder is None or not seat.recorder.open:
-                    continue
-                if agent in turns:
-                    waiting.append((seat.recorder, seat.state, turns[agent]))
-                    turns[agent] = replace(turns[agent], reward=0.0)
-                else:
-                    seat.recorder.cut_before_pending()
-            slot.current = replace(slot.current, turns=list(turns.values()))
-        if waiting:
-            values = self._policies.values(model, [(turn.observation, state) for _, state, turn in waiting])
-            for (recorder, _, turn), value in zip(waiting, values, strict=True):
-                recorder.cut(turn.reward, turn.observation, turn.mask, value)
+        recorder, index = self._recorders[model]
+        own = np.flatnonzero((index >= 0) & self._rows.learns)
+        own = own[recorder.open[index[own]]]
+        turns = self._source.acting_rows(None)
+        waits = np.isin(own, turns)
+        recorder.cut_before_pending(index[own[~waits]])
+        waiting = own[waits]
+        if len(waiting):
+            observation, mask = self._source.observation(waiting), self._source.mask(waiting)
+            values = self._policies.values(model, observation, self._state(model, waiting))
+            recorder.cut(index[waiting], self._rows.reward[waiting], observation, mask, values)
+            self._rows.reward[waiting] = 0.0
         self.complete_steps[model] = self.steps_since_batch[model] = 0
 
     def reset(self) -> None:
         """Discard what was recorded since the last batch after an interrupted tick; every match starts anew."""
-        for slot in self._slots:
-            slot.abandon()
+        self._abandon(range(len(self._seatings)))
+
+    # -- matches --------------------------------------------------------------------------------------------------------
 
     def steps_of(self, number: int) -> int:
         """Return the number of steps of the current match of a copy."""
-        return self._slots[number].steps
+        return int(self._steps[number])
 
     def models_in_use(self) -> frozenset[str]:
         """Models that play in matches which are not over."""
         models: set[str | None] = set()
-        for slot in self._slots:
-            if not slot.current.over:
-                models.update(slot.seating.models.values())
+        for seating, over in zip(self._seatings, self._source.over.tolist(), strict=True):
+            if not over:
+                models.update(seating.models.values())
         return frozenset(model for model in models if model is not None)
 
     def stop_match(self, number: int) -> FinishedMatch:
         """Stop the match of a copy and return its result so far."""
-        slot = self._slots[number]
-        slot.abandon()
-        return FinishedMatch(dict(slot.returns), slot.steps, slot.seating)
+        self._abandon([number])
+        return self._finished_match(number)
+
+    def _finished_match(self, number: int) -> FinishedMatch:
+        width = len(self._agents)
+        gained = self._rows.gained[number * width : (number + 1) * width].tolist()
+        return FinishedMatch(dict(zip(self._agents, gained, strict=True)), int(self._steps[number]), self._seatings[number])
+
+
+class _Rows:
+    """The state of all rows."""
+
+    def __init__(self, count: int) -> None:
+        self.model: Ints = np.zeros(count, np.int64)
+        """Number of the model that plays; 0: random actions."""
+        self.learns: Bools = np.ones(count, np.bool_)
+        """False while an opponent plays: its steps are not recorded, and its episodes not counted."""
+        self.acted: Bools = np.zeros(count, np.bool_)
+        self.reward: Returns = np.zeros(count)
+        """Of rows that act now: since their last action."""
+        self.total: Returns = np.zeros(count)
+        """Return of the present episode of the agent."""
+        self.length: Ints = np.zeros(count, np.int64)
+        self.gained: Returns = np.zeros(count)
+        """Rewards in the whole match."""
+
+
+def _select(decision: BatchDecision, rows: Ints) -> BatchDecision:
+    return BatchDecision(
+        map_tree(lambda part: part[rows], decision.action),
+        map_tree(lambda part: part[rows], decision.chosen),
+        decision.log_prob[rows],
+        decision.value[rows],
+        tuple(part[rows] for part in decision.state),
+    )

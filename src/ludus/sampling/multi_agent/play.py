@@ -13,7 +13,7 @@ from ludus.core.tree import Tree
 from ludus.envs.pettingzoo import MatchStep, MultiAgentMatch
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet, plain_action
 from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
@@ -34,7 +34,7 @@ ALL_COPIES = CopyShare()
 
 
 def play_matches(
-    copies: EnvCopies,
+    copies: MatchCopies,
     policy_mapping: Mapping[str, str],
     sources: Mapping[str, PolicySource],
     episodes: int | EpisodePlan,
@@ -53,7 +53,7 @@ def play_matches(
     The matches of a copy depend on `seed` and its number alone. The score lists them copy by copy.
     """
     plan = EpisodePlan(episodes) if isinstance(episodes, int) else episodes
-    agents, n = list(copies[0].agents), len(copies)
+    agents, n = list(copies.agents), len(copies)
     stride = n if share.count is None else share.count
     quota = (episode_quota(plan.amount, n) if isinstance(plan.amount, int) else np.array(plan.amount)).tolist()
     opponents = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
@@ -78,7 +78,7 @@ def play_matches(
     cut = 0
     with policies.acting():
         while any(quota) and not interrupted():
-            matches.tick(lambda number: quota[number] > 0)
+            matches.tick(np.array(quota) > 0)
             too_long = [number for number in range(n) if quota[number] and matches.steps_of(number) >= plan.max_steps]
             over = {number for number, _ in matches.finished}
             left = [(number, matches.stop_match(number)) for number in too_long if number not in over]

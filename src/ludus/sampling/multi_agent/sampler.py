@@ -16,7 +16,7 @@ from ludus.core.tree import Array
 from ludus.errors import Interrupted
 from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.multi_agent.batches import MatchBatches, MultiAgentSettings
-from ludus.sampling.multi_agent.env_copies import EnvCopies
+from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet
 from ludus.sampling.multi_agent.seating import SeatAgents
@@ -31,7 +31,7 @@ class MultiAgentSampler:
 
     def __init__(
         self,
-        copies: EnvCopies,
+        copies: MatchCopies,
         policy_mapping: Mapping[str, str],
         sources: Mapping[str, PolicySource],
         batches: MatchBatches,
