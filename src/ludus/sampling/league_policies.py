@@ -1,9 +1,10 @@
-"""Policies of league players: stored versions, scripts, and random actions."""
+"""Policies of league players: stored versions, scripts, served addresses, and random actions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -18,8 +19,11 @@ from ludus.envs.pettingzoo import sample_action
 from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, State
+from ludus.models.inference.served_policy import ServedAgent
 from ludus.models.policy import BatchDecision
 from ludus.models.weights.version_store import load_version
+from ludus.protocol.codec import SeatSpaces
+from ludus.protocol.spec import read_token
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ RULE: Final = "rule:"
 """Prefix of a script of the environment."""
 RANDOM_RULE: Final = "rule:random"
 SCRIPT: Final = "script:"
+ADDRESS: Final = ("http://", "https://")
+"""Prefixes of a served address."""
 
 
 class WithSpaces(Protocol):
@@ -41,6 +47,40 @@ class WithSpaces(Protocol):
 
 Script = Callable[[Tree, Any], Any]
 """(observation, action mask or None) → action."""
+
+
+class GiveUp(Protocol):
+    """Called with the reason when a loaded policy cannot be used any more. `temporary`: that may change by itself."""
+
+    def __call__(self, reason: str, temporary: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class LeaguePolicies:
+    """The policies of one player."""
+
+    by_agent: Mapping[str, ActingPolicy]
+    """Agent → policy; "" plays all agents without one. Empty: random actions."""
+    served: ServedAgent | None = None
+
+    def close(self) -> None:
+        if self.served is not None:
+            self.served.close()
+
+
+def load_league_policies(
+    league: Path, model: str, like: WithSpaces, give_up: GiveUp, *, token_file: str = "", agents: Sequence[str] = ()
+) -> LeaguePolicies:
+    """Load the policies of a player. `agents`: names of all agents, which may be seats of a served address.
+
+    `token_file`: of a served address. Raises LudusError, OSError; of these Unreachable if a served address does not answer.
+    """
+    if model.startswith(ADDRESS):
+        game = SeatSpaces(like.observation_space, like.action_space)
+        served = ServedAgent(model, read_token(token_file or None), game, agents, give_up)
+        return LeaguePolicies(served.policies, served)
+    policy = load_league_policy(league, model, like, give_up)
+    return LeaguePolicies({} if policy is None else {"": policy})
 
 
 def load_league_policy(

@@ -6,6 +6,7 @@ environment for all rows that its own scripts play.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,6 +150,7 @@ class LeagueRowPlayer:
     def _choose_opponents(self, first: Bools) -> None:
         for rows in self._rows_of:
             if first[rows[0]]:  # the rows of a match begin together
+                self._end_episodes(rows)
                 in_use = frozenset(one.model for one in self._opponents if one.model is not None)
                 chosen = self._chooser.choose(self._random, in_use)
                 for row in rows.tolist():
@@ -158,6 +160,15 @@ class LeagueRowPlayer:
             model = opponent.model
             rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
         self._groups = [(model, np.array(together)) for model, together in rows_of.items()]
+
+    def _end_episodes(self, rows: Ints) -> None:
+        """Tell the opponent of the previous match in these rows that it is over."""
+        previous = self._opponents[rows[0]]
+        if previous.on_episode_end is None or previous.model is None:
+            return
+        states = self._policies.states(previous.model, self._policies[previous.model])
+        for row in rows.tolist():
+            previous.on_episode_end(tuple(part[row] for part in states))
 
     def _play_rows(self, model: str | None, rows: Ints, mask: Bools | None, first: Bools) -> Tree:
         if model is None:
@@ -175,7 +186,15 @@ class LeagueRowPlayer:
         acted = policy.act(seen, tuple(part[rows] for part in states), None if mask is None else mask[rows], noise)
         for part, after in zip(states, acted.state, strict=True):
             part[rows] = after
+        if acted.lost is not None:
+            self._give_up_matches(rows[acted.lost])
         return acted.action
+
+    def _give_up_matches(self, rows: Ints) -> None:
+        """The opponent of these rows does not answer: random actions end their matches, and the results do not count."""
+        matches = self._environments.match_of_opponent
+        for row in np.flatnonzero(np.isin(matches, matches[rows])).tolist():
+            self._opponents[row] = replace(self._opponents[row], on_finished=None)
 
     def _newest_actor(self) -> Policy:
         """The policy that the sampler uses now; it does not change within a block."""

@@ -98,6 +98,8 @@ class Seating:
     """Name of the opponent, for results."""
     on_finished: Callable[[FinishedMatch], None] | None = None
     """Called with the match when it is over; not if it fails or is cut."""
+    on_episode_end: Mapping[str, Callable[[State], None]] = field(default_factory=dict)
+    """Agent → called with its last recurrent state when its episode is over in any way."""
 
 
 SeatAgents = Callable[[int], Seating]
@@ -112,6 +114,7 @@ class _Seat:
     own_recorder: SegmentRecorder | None
     learns: bool = True
     """False while an opponent plays this seat: its steps are not recorded, and its episodes not counted."""
+    on_episode_end: Callable[[State], None] | None = None
     state: State | None = None
     acted: bool = False
     total_reward: float = 0.0
@@ -122,6 +125,8 @@ class _Seat:
         return self.own_recorder if self.learns else None
 
     def reset(self) -> None:
+        if self.on_episode_end is not None and self.state is not None:
+            self.on_episode_end(self.state)
         self.state, self.acted, self.total_reward, self.length = None, False, 0.0, 0
 
 
@@ -197,7 +202,9 @@ class _MatchSlot:
         """Start the next match, up to the first turn. Raises EnvironmentFault."""
         self.seating = seating
         for agent, seat in self.seats.items():
+            seat.reset()  # before another player has the seat
             seat.learns = seating.recorded is None or agent in seating.recorded
+            seat.on_episode_end = seating.on_episode_end.get(agent)
         for _ in range(_MAX_EMPTY_MATCHES):
             self._reset()
             if not self.current.over:
@@ -510,7 +517,7 @@ class MatchBatch:
         started = clock()
         actions = self._decide(active)
         decided = clock()
-        active = [(number, slot) for number, slot in active if self._advance(slot, actions[number])]
+        active = [(number, slot) for number, slot in active if number in actions and self._advance(slot, actions[number])]
         stepped = clock()
         self.times.environment_s += started - began + stepped - decided
         self.times.policy_s += decided - started
@@ -551,7 +558,9 @@ class MatchBatch:
                 self.complete_steps[model] += 1
 
     def _decide(self, active: Sequence[tuple[int, _MatchSlot]]) -> dict[int, dict[str, Any]]:
+        """Actions by copy and agent. A match of which a player has no decision is given up and left out."""
         actions: dict[int, dict[str, Any]] = {}
+        given_up: set[int] = set()
         requests: dict[str, list[tuple[int, _Seat, Turn]]] = {}
         noise: dict[str, list[Array]] = {}
         for number, slot in active:
@@ -580,6 +589,11 @@ class MatchBatch:
                     seat.recorder.step(turn.observation, turn.mask, decision, turn.reward, state)
                 seat.state, seat.acted, seat.length = decision.state, True, seat.length + 1
                 actions[number][seat.agent] = plain_action(decision.action)
+                if decision.lost:
+                    given_up.add(number)
+        for number in given_up:
+            self._slots[number].abandon()
+            del actions[number]
         return actions
 
     def _end_episodes(self, model: str, leavings: Sequence[tuple[_Seat, Departure]]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ludus.league.events import LeagueEvent
     from ludus.league.players import Player
     from ludus.league.state import LeagueState
+    from ludus.tournament.contestants import Contestant
 
 _NAME = re.compile(r"[A-Za-z0-9][\w:+.-]*")
 _BUILT_IN = ("rule:", "script:", "http://", "https://")
@@ -64,12 +65,11 @@ def match(
     from ludus.league.events import ResultsReported
     from ludus.league.journal import read_state
     from ludus.tournament.battle import battle
-    from ludus.tournament.contestants import contestant
     from ludus.tournament.gamecore_matches import GameLocation
     from ludus.tournament.settings import BattleSettings
 
     state = read_state(directory)
-    one, other = (contestant(_model_of(directory, _find_player(state, name))) for name in (a, b))
+    one, other = (_load_contestant(directory, _find_player(state, name)) for name in (a, b))
     if record and a == b:
         raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
     settings = BattleSettings(
@@ -106,23 +106,31 @@ def add(
         float | None,
         typer.Option(metavar="ELO", help="Fixed rating, which makes the player an anchor; default: rated by results."),
     ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the token of a served agent; only its path is stored.")
+    ] = None,
     trust: Annotated[bool, trust_option()] = False,
 ) -> None:
     """Add a fixed player, which never changes: a script, a checkpoint or a served agent."""
     from ludus.league.events import PlayerAdded
     from ludus.league.players import Player, PlayerRole
-    from ludus.tournament.contestants import contestant
+    from ludus.protocol.spec import read_token
+    from ludus.tournament.contestants import ServedContestant, contestant
 
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a name for a player.", "Use letters, digits and _ : + . - .")
     if rating is not None and not math.isfinite(rating):
         raise UsageError(f"--rating {rating} is not a rating.", "Give a number, such as 1000.")
-    if not model.startswith(_BUILT_IN):
-        contestant(model)  # raises if it cannot be loaded
+    token = "" if token_file is None else str(token_file.expanduser().absolute())
+    read_token(token or None)  # raises if it cannot be read
+    found = None if model.startswith(_BUILT_IN) else contestant(model)  # raises if it cannot be loaded
+    if isinstance(found, ServedContestant):
+        model = found.url
+    elif found is not None:
         path, at, version = model.rpartition("@")
         whole = not at or Path(model).exists()
         model = model if "://" in model else str(Path(model).absolute()) if whole else f"{Path(path).absolute()}@{version}"
-    event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating))
+    event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating, token_file=token))
     _submit(directory, [event], f"{name} is a player of the league")
 
 
@@ -200,6 +208,13 @@ def _model_of(directory: Path, player: Player) -> str:
     if model.startswith(_BUILT_IN):
         return model
     return str(directory / model) if (directory / model.partition("@")[0]).exists() else model
+
+
+def _load_contestant(directory: Path, player: Player) -> Contestant:
+    from ludus.protocol.spec import read_token
+    from ludus.tournament.contestants import contestant
+
+    return contestant(_model_of(directory, player), token=read_token(player.token_file or None))
 
 
 def _submit(directory: Path, events: Sequence[LeagueEvent], done: str, *, quiet: bool = False) -> None:

@@ -32,8 +32,9 @@ from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
+from ludus.league.runtime.away_players import AwayPlayers
 from ludus.league.runtime.ingest import ResultIngest
-from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, player_experiment
+from ludus.league.runtime.league_file import EVALUATION, LEAGUE_FILE, PLAYERS, LeagueConfig, PlayerSection, player_experiment
 from ludus.league.runtime.learner import is_claimed
 from ludus.league.runtime.pair_task import PairTask
 from ludus.league.runtime.stored_models import copy_checkpoint, find_newest, import_model, model_name, run_directory
@@ -42,7 +43,7 @@ from ludus.league.spool import apply_spool
 from ludus.league.state import LeagueState, propose_snapshot
 from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
-from ludus.sampling.league_policies import RULE, SCRIPT
+from ludus.sampling.league_policies import ADDRESS, RULE, SCRIPT
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ class Coordinator:
     ) -> None:
         self._journal, self._config, self._workers, self._say, self._clock = journal, config, workers, say, clock
         self._league = journal.directory
-        self._ingest = ResultIngest(journal, clock)
+        self._away = AwayPlayers(clock)
+        self._ingest = ResultIngest(journal, clock, self._await_server)
         self._began = clock()
         self._published: dict[str, Matchmaking] = {}
         self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
@@ -153,6 +155,7 @@ class Coordinator:
             self._finish(reason, stop)
             return LeagueResult(self._league, reason, self._state)
         finally:
+            self._away.close()
             self._metrics.close()
 
     def _try_step(self) -> str | None:
@@ -197,6 +200,7 @@ class Coordinator:
         """Apply changes by other commands, record new checkpoints of the training players, and take the snapshots that are due."""
         apply_spool(self._journal)
         self._import_models()
+        self._end_quarantine_of_served()
         for player in list(self._state.players.values()):
             if not player.role.learns or player.name not in self._policies:
                 continue
@@ -237,6 +241,18 @@ class Coordinator:
         self._say(f"{name} is quarantined: {reason}")
         self._publish()
 
+    def _await_server(self, player: Player, reason: str) -> None:
+        """Called when a served player is quarantined because its server does not answer."""
+        delay = self._away.add(player)
+        self._say(f"{player.name} gets no matches until its server answers; it is asked again in {delay:.0f} s: {reason}")
+
+    def _end_quarantine_of_served(self) -> None:
+        for name in self._away.poll():
+            if self._state.players[name].quarantine:
+                self._apply(PlayerQuarantined(name, ""))
+                self._say(f"{name} takes part again: its server answers")
+                self._publish()
+
     # -- opponents
 
     def _publish(self, stop: str = "") -> None:
@@ -255,7 +271,7 @@ class Coordinator:
         found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
         models = {name: "" if name == player.name else self._state.players[name].model for name in found}
         return tuple(
-            LeagueOpponent(name, models[name], float(probability))
+            LeagueOpponent(name, models[name], float(probability), self._state.players[name].token_file)
             for name, probability in found.items()
             if models[name] or name == player.name
         )
@@ -289,8 +305,8 @@ class Coordinator:
         return bool(pairs)
 
     def _pair_task(self, player: str, opponent: str, matches: int) -> PairTask:
-        players = self._state.players
-        return PairTask(player, players[player].model, opponent, players[opponent].model, matches)
+        own, other = self._state.players[player], self._state.players[opponent]
+        return PairTask(player, own.model, opponent, other.model, matches, own.token_file, other.token_file)
 
     def _turn_steps(self) -> int:
         steps = self._config.turn_steps
@@ -393,7 +409,14 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     for name, section in config.players.items():
         if name not in known:
             model = "" if PlayerRole(section.role).learns else _import_model(league, name, section.model or "")
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), model, rating=section.rating)))
+            role = PlayerRole(section.role)
+            journal.apply(PlayerAdded(Player(name, role, model, rating=section.rating, token_file=_token_file(section))))
+        elif known[name].model.startswith(ADDRESS) and (section.model, _token_file(section)) != (
+            known[name].model,
+            known[name].token_file,
+        ):
+            model = _import_model(league, name, section.model or "")
+            journal.apply(PlayerTrained(name, known[name].steps, model, _token_file(section)))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -418,7 +441,11 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
 
 def _is_ready(model: str) -> bool:
     """Whether samplers can load the model as it is."""
-    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/"))
+    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/", *ADDRESS))
+
+
+def _token_file(section: PlayerSection) -> str:
+    return "" if section.token_file is None else str(Path(section.token_file).expanduser().absolute())
 
 
 def _import_model(league: Path, name: str, model: str) -> str:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -27,7 +28,8 @@ from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
 from ludus.league.state import LeagueSettings, SnapshotRule
-from ludus.sampling.league_policies import RULE
+from ludus.protocol.spec import read_token
+from ludus.sampling.league_policies import ADDRESS, RULE
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
@@ -79,8 +81,9 @@ class PlayerSection(ConfigSection):
         None,
         min_length=1,
         description="Fixed player: rule:random, another script of the environment (in the Arena rule:easy, rule:medium, rule:hard …), "
-        "script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
+        "script:module:function, a run, RUN/best, RUN@VERSION, a checkpoint, or the address of a served agent (http://HOST:PORT). Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
+    token_file: str | None = Field(None, min_length=1, description="File with the token of a served agent.")
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
     rating: float | None = Field(
         None,
@@ -91,9 +94,18 @@ class PlayerSection(ConfigSection):
     @model_validator(mode="after")
     def _check_role(self) -> PlayerSection:
         if self.role == "fixed" and self.model is None:
-            raise ValueError("a fixed player needs a model: rule:random, script:module:function, a run or a checkpoint")
+            raise ValueError(
+                "a fixed player needs a model: rule:random, script:module:function, a run, a checkpoint or an address"
+            )
         if self.role == "fixed" and self.config:
             raise ValueError("a fixed player does not train: leave its config out")
+        served = (self.model or "").startswith(ADDRESS)
+        if served and self.role != "fixed":
+            raise ValueError("the model of a training player is a run or a checkpoint; only a fixed player can be served")
+        if served and "@" in urlsplit(self.model or "").netloc:
+            raise ValueError("an address has no user or password: write the token to a file and name it in token_file")
+        if self.token_file is not None and not served:
+            raise ValueError("token_file is for a model that is served: http://HOST:PORT")
         return self
 
 
@@ -333,6 +345,7 @@ def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
         return [ConfigProblem(sentence, "env")]
     problems, known = [], ["random", *scripts]
     for name, player in config.players.items():
+        problems += _check_token_file(name, player)
         script = (player.model or "").removeprefix(RULE)
         if (player.model or "").startswith(RULE) and script not in known:
             path = f"{PLAYERS}.{name}.model"
@@ -342,6 +355,15 @@ def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
         problems.append(ConfigProblem(sentence, "evaluation.pairs"))
     return problems
+
+
+def _check_token_file(name: str, player: PlayerSection) -> list[ConfigProblem]:
+    path = f"{PLAYERS}.{name}.token_file"
+    try:
+        read_token(player.token_file)
+    except UsageError as error:
+        return [ConfigProblem(f"{path} is {player.token_file}: {error}", path)]
+    return []
 
 
 def _of_league(problem: ConfigProblem, player: str, own: Mapping[str, Any]) -> ConfigProblem:

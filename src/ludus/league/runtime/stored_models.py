@@ -27,7 +27,7 @@ from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
 from ludus.storage.safe_read import parse_json
-from ludus.tournament.contestants import TrainedContestant, contestant
+from ludus.tournament.contestants import ServedContestant, TrainedContestant, contestant
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,17 @@ def copy_checkpoint(league: Path, player: str, where: str | Path) -> str:
 
 
 def import_model(league: Path, player: str, model: str) -> str:
-    """Copy the model of a fixed player into the league: a run, RUN/best, RUN@VERSION or a checkpoint. Raises like `copy_checkpoint`."""
+    """Copy the model of a fixed player into the league: a run, RUN/best, RUN@VERSION or a checkpoint. Raises like `copy_checkpoint`.
+
+    An address (HOST:PORT) becomes a URL.
+    """
     found = contestant(model)
+    if isinstance(found, ServedContestant):
+        return found.url
     if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
         raise UsageError(
             f"{model} cannot play in training: its policy is not in a checkpoint.",
-            "Name a run, RUN/best, RUN@VERSION or a checkpoint; or rule:random, script:module:function.",
+            "Name a run, RUN/best, RUN@VERSION or a checkpoint; or rule:random, script:module:function, http://HOST:PORT.",
         )
     if not found.where.endswith(".safetensors"):
         return copy_checkpoint(league, player, found.where)
