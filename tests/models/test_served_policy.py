@@ -29,9 +29,7 @@ HYBRID = gym.spaces.Dict({"aim": gym.spaces.Box(-2, 2, (1,), np.float32), "door"
 
 
 @contextlib.contextmanager
-def serve(
-    policy: Policy, *names: str, token: str | None = None, refuse: list[int] | None = None
-) -> Iterator[Served]:
+def serve(policy: Policy, *names: str, token: str | None = None, refuse: list[int] | None = None) -> Iterator[Served]:
     """A server that takes the most probable actions. `refuse`: while it is not empty, ticks are refused with its first status."""
     seats = names or ("",)
     settings = GatewaySettings(
@@ -73,7 +71,9 @@ def _arrays(space: gym.Space[Any], random: np.random.Generator) -> Any:
     return np.asarray(drawn, space.dtype)
 
 
-@pytest.mark.parametrize(("observation", "action", "core"), [(OBSERVATION, ACTION, None), (OBSERVATION, ACTION, "lstm"), (NESTED, HYBRID, "gru")])
+@pytest.mark.parametrize(
+    ("observation", "action", "core"), [(OBSERVATION, ACTION, None), (OBSERVATION, ACTION, "lstm"), (NESTED, HYBRID, "gru")]
+)
 def test_actions_are_those_of_the_agent_and_rows_have_their_own_state(observation: Any, action: Any, core: str | None) -> None:
     policy, random = tiny_policy(observation, action, core=core), np.random.default_rng(0)
     with serve(policy) as served, connect(served.url, policy) as agent:

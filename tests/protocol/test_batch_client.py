@@ -46,7 +46,10 @@ def test_an_error_concerns_its_session_alone(served: Served) -> None:
 
 
 def test_sessions_that_do_not_fit_on_the_server_are_refused() -> None:
-    with gateway(Counting, GatewaySettings(sessions=SessionLimits(sessions=3))) as served, BatchClient(served.url, retries=0) as client:
+    with (
+        gateway(Counting, GatewaySettings(sessions=SessionLimits(sessions=3))) as served,
+        BatchClient(served.url, retries=0) as client,
+    ):
         replies = client.tick_all({f"s{i}": b"x" for i in range(5)})
     assert [isinstance(one, LudusError) for one in replies.values()] == [False] * 3 + [True] * 2
 

@@ -22,7 +22,7 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Mapping
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
@@ -111,7 +111,7 @@ class Client(_ClientBase[tuple[socket.socket, "_HttpReplyParser"]]):
     `cafile`: with https, the certificates to trust instead of the system's.
     """
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

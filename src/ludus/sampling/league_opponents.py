@@ -24,7 +24,7 @@ from ludus.models.policy import Policy
 from ludus.sampling.league_files import LeagueOpponent, MatchmakingWatch, ResultSpool
 from ludus.sampling.league_policies import LeaguePolicies, load_league_policies
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent import FinishedMatch
+from ludus.sampling.multi_agent import FinishedMatch, Seating
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,12 @@ _POLL_S: Final = 1.0
 _REPORT_S: Final = 1.0
 _AWAY_S: Final = 60.0
 """A served address that did not answer is tried again after this time, or as soon as the coordinator publishes it again."""
+
+
+def match_of_sides(own: Sequence[float], other: Sequence[float]) -> FinishedMatch:
+    """A finished match with these returns of the learning side and of the other side."""
+    mine, theirs = ({f"{side} {i}": gained for i, gained in enumerate(of)} for side, of in (("own", own), ("other", other)))
+    return FinishedMatch({**mine, **theirs}, 0, Seating({}, frozenset(mine), LEAGUE))
 
 
 class FixedPolicies(Protocol):
@@ -95,11 +101,8 @@ class LeagueOpponents:
         self._poll_at = self._report_at = clock()
 
     def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
-        now = self._clock()
-        if now >= self._report_at:
-            self._report_at = now + _REPORT_S
-            self._spool.flush()
-        if now >= self._poll_at:
+        self.report_results()
+        if (now := self._clock()) >= self._poll_at:
             self._poll_at = now + _POLL_S
             if self._watch.update():
                 self._drop_outdated_slots()
@@ -111,6 +114,12 @@ class LeagueOpponents:
         if opponent.model in self._scripts:
             return MatchOpponent(LEAGUE, opponent.model, on_finished)
         return self._loaded[opponent.model].as_opponent(on_finished)
+
+    def report_results(self) -> None:
+        """Write the results since the last report, about once a second."""
+        if (now := self._clock()) >= self._report_at:
+            self._report_at = now + _REPORT_S
+            self._spool.flush()
 
     def _finish(self, opponent: str, match: FinishedMatch) -> None:
         self._spool.add(self._player, opponent, self._generation, match.score, match.gain)

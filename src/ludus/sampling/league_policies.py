@@ -20,7 +20,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.models.inference.served_policy import ServedAgent
-from ludus.models.policy import BatchDecision
+from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights.version_store import load_version
 from ludus.protocol.codec import SeatSpaces
 from ludus.protocol.spec import read_token
@@ -118,6 +118,19 @@ def load_league_policy(
         if spaces.array_spec(mine) != spaces.array_spec(theirs):
             raise IncompatibleCheckpoint(f"{model} has the {kind.replace('_', ' ')} {theirs}; here it is {mine}.")
     return policy
+
+
+def freeze_weights(policy: ActingPolicy) -> None:
+    """Prepare a policy whose weights never change for acting."""
+    if isinstance(policy, Policy):
+        with torch.inference_mode():
+            policy.network.freeze(values=False)  # never thawed
+
+
+def random_policy(like: WithSpaces, seed: int) -> ScriptedPolicy:
+    """Uniformly random actions among those that are allowed."""
+    random = np.random.default_rng(seed)
+    return ScriptedPolicy(lambda seen, mask: sample_action(like.action_space, mask, random), like, lambda reason: None)
 
 
 class ScriptedPolicy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -25,13 +25,9 @@ from ludus.models.centralized_critic import OWN, CentralNetwork, actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
-from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents
-from ludus.sampling.league_policies import RULE
+from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents, match_of_sides
+from ludus.sampling.league_policies import RULE, freeze_weights
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent import FinishedMatch, Seating
-
-_LEARNING, _OPPONENT = "learning", "opponent"
-_SIDES: Final = Seating({}, frozenset({_LEARNING}), LEAGUE)
 
 
 class FollowedSource:
@@ -55,9 +51,7 @@ class _RowPolicies:
         self._states: dict[str, tuple[Array, ...]] = {}
 
     def add_fixed(self, model: str, policy: ActingPolicy) -> None:
-        if isinstance(policy, Policy):
-            with torch.inference_mode():
-                policy.network.freeze(values=False)  # never thawed: the weights stay as they are
+        freeze_weights(policy)
         self._policies[model] = policy
 
     def remove(self, model: str) -> None:
@@ -142,7 +136,7 @@ class LeagueRowPlayer:
         report = self._opponents[row].on_finished
         if report is not None:
             gain = 2.0 * score - 1.0
-            report(FinishedMatch({_LEARNING: gain, _OPPONENT: -gain}, 0, _SIDES))
+            report(match_of_sides([gain], [-gain]))
 
     def close(self) -> None:
         self._chooser.close()

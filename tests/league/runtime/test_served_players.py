@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import yaml
@@ -144,7 +145,7 @@ def test_an_address_that_never_answers_stops_neither_training_nor_evaluation(tmp
 @pytest.mark.system
 def test_a_server_of_another_game_is_quarantined_for_good(tmp_path: Path) -> None:
     said: list[str] = []
-    other = SeatSpaces(GAME.observation, type(GAME.action)(7))
+    other = SeatSpaces(GAME.observation, gym.spaces.Discrete(7))
     with gateway(lambda: None, GatewaySettings(spec=seats_to_spec({"": other}))) as served:
         state = run(tmp_path, served_league(tmp_path, served.url, stop={"timesteps": 256}), said).state
     assert "its action space is Discrete(7)" in state.players["rock"].quarantine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
-from ludus.config.schema import PreprocessConfig
+from ludus.config.schema import EXTERNAL, ExternalConfig, PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
 from ludus.core.plugins import did_you_mean
@@ -203,7 +204,8 @@ class LeagueConfig(ConfigSection):
 
     name: ExperimentName = Field("league", description="Name of the league, the directory below leagues/.")
     env: str = Field(
-        description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, ludus/Arena-1v1-v0, module:function."
+        description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, ludus/Arena-1v1-v0, module:function; gamecore or "
+        "external for games that are programs of their own."
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
     run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
@@ -315,7 +317,7 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     problems: dict[ConfigProblem, None] = {}
     for name in config.learners():
         data = player_experiment(config, name, league)
-        found = _check_env(config) or validate.validate_experiment(data)
+        found = _check_env(config, league) or validate.validate_experiment(data)
         if not found:
             try:
                 resolved[name] = resolve(data)
@@ -329,21 +331,39 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     return resolved
 
 
-def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
-    """Problems of the environment: it needs two sides, and the scripts that are players."""
+@dataclass(frozen=True)
+class _GameFacts:
+    """What a league can do in its environment."""
+
+    two_sides: bool
+    scripts: tuple[str, ...] = ()
+    """Scripts of the environment that can be players."""
+    evaluates: bool = False
+    """Players that do not learn can play against each other."""
+
+
+def _game_facts(config: LeagueConfig) -> _GameFacts:
+    """Raises UsageError, EnvironmentFault."""
+    if config.env == EXTERNAL:
+        return _GameFacts(two_sides=True)
+    if validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config}):
+        return _GameFacts(two_sides=True, evaluates=True)
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
+    two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
+    return _GameFacts(two_sides, script_names(config.env), is_arena(config.env))
+
+
+def _check_env(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    """Problems of the environment: it needs two sides, and the scripts that are players."""
     try:
-        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
-        two_sides = several or has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
-        scripts = () if several else script_names(config.env)
-        evaluates = several or is_arena(config.env)
+        game = _game_facts(config)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
-    if not two_sides:
+    if not game.two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    problems, known = [], ["random", *scripts]
+    problems, known = _check_ports(config, league), ["random", *game.scripts]
     for name, player in config.players.items():
         problems += _check_token_file(name, player)
         script = (player.model or "").removeprefix(RULE)
@@ -351,10 +371,29 @@ def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
             path = f"{PLAYERS}.{name}.model"
             sentence = f"{path} is {player.model}; {config.env} has no such script. {did_you_mean(script, known)}"
             problems.append(ConfigProblem(sentence, path))
-    if config.evaluated_pairs != "none" and not evaluates:
+    if config.evaluated_pairs != "none" and not game.evaluates:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
         problems.append(ConfigProblem(sentence, "evaluation.pairs"))
     return problems
+
+
+def _check_ports(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    """Players of an external game that train at the same time need different ports."""
+    if config.env != EXTERNAL or config.parallel < 2:
+        return []
+    player_of: dict[Any, str] = {}
+    for name in config.learners():
+        port = (player_experiment(config, name, league)["config"].get("env_config") or {}).get(
+            "port", ExternalConfig.model_fields["port"].default
+        )
+        if port != 0 and port in player_of:
+            sentence = (
+                f"parallel is {config.parallel}, and {player_of[port]} and {name} listen on the same port {port}. "
+                f"Give each its own, {PLAYERS}.{name}.config: {{env_config: {{port: …}}}}, or set parallel to 1."
+            )
+            return [ConfigProblem(sentence, "parallel")]
+        player_of[port] = name
+    return []
 
 
 def _check_token_file(name: str, player: PlayerSection) -> list[ConfigProblem]:
