@@ -47,8 +47,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = None, **more: Any) -> Iterator[Served]:
-    listening = bind("127.0.0.1", 0)
+def gateway(
+    make_actor: Callable[[], Any], settings: GatewaySettings | None = None, *, port: int = 0, **more: Any
+) -> Iterator[Served]:
+    listening = bind("127.0.0.1", port)
     port = listening.getsockname()[1]
 
     async def start() -> Gateway:

@@ -13,8 +13,10 @@ from ludus.config.schema import SelfPlayConfig
 from ludus.errors import Refused
 from ludus.gateway.builtin_actor import SelfPlayActor, SelfPlaySeats
 from ludus.protocol.spec import StartOptions
-from ludus.sampling.session_opponents import SessionOpponents
+from ludus.sampling.session_opponents import SessionOpponents, SessionResult
 from tests.gateway.scripted import RecordedSeat, run, tiny_policy
+
+LEFT = SessionResult(True, ([], []), frozenset())
 
 
 class Table:
@@ -53,7 +55,7 @@ def learning_sides(table: Table, matches: int) -> list[int]:
     sides = []
     for number in range(matches):
         sides.append(table.opponents.join(f"m{number}")[0])
-        table.opponents.leave(f"m{number}")
+        table.opponents.leave(f"m{number}", LEFT)
     return sides
 
 
@@ -169,7 +171,7 @@ def test_a_mix_has_its_share_of_the_newest_version() -> None:
     for number in range(500):
         table.opponents.join(f"m{number}")
         kinds.append(table.opponents.versions()[f"m{number}"] is None)
-        table.opponents.leave(f"m{number}")
+        table.opponents.leave(f"m{number}", LEFT)
     assert abs(np.mean(kinds) - 0.7) < 0.08
 
 

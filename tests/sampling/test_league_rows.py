@@ -21,7 +21,7 @@ from ludus.errors import ConfigError
 from ludus.models.network_config import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
-from ludus.sampling import league_opponents, league_rows
+from ludus.sampling import league_opponents
 from ludus.sampling.league_files import (
     LeagueOpponent,
     Matchmaking,
@@ -33,7 +33,7 @@ from ludus.sampling.league_files import (
 )
 from ludus.sampling.league_rows import LeagueRowPlayer
 from ludus.sampling.sampler import Sampler, VersionClock, segment_spec
-from ludus.sampling.self_play import with_past_opponents
+from ludus.sampling.self_play import FollowedSource, with_past_opponents
 from ludus.storage.local import LocalStore
 from ludus.transport.local import LocalMemory
 
@@ -197,7 +197,7 @@ def test_loaded_opponents_are_bounded_and_share_forward_passes(tmp_path: Path, m
     env, learner = Duels(), Learner(5)
     environments = OpponentRows(VectorEnvironments("duels", env), env.opponent_rows, env.match_of_row)
     environments.reset(0)
-    player = LeagueRowPlayer(environments, league_rows.FollowedSource(learner), settings(tmp_path), 0)
+    player = LeagueRowPlayer(environments, FollowedSource(learner), settings(tmp_path), 0)
     seen, first = np.zeros((OWN, 2), np.float32), np.ones(OWN, np.bool_)
     acted = list[int]()
     act = Policy.act

@@ -77,7 +77,7 @@ class GatewaySource:
             undo.callback(self._supervisor.close)
             self._workers = GatewayWorkers(
                 self._supervisor,
-                GatewayProgram(played, settings, played.load, played.report),
+                GatewayProgram(played, settings, played.load, played.report, played),
                 listening=listening,
                 workers=workers,
             )

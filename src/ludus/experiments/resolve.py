@@ -117,14 +117,17 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
 
 def _check_two_sides(env: str, config: AlgorithmConfig) -> None:
     """Raises ConfigError unless a player of a league can play the other side of the matches of this environment."""
-    if env != EXTERNAL:
-        env_config = training_env_config(env, config.env_config, config.self_play)
-        if has_opponent_rows(env, config.num_envs_per_worker, env_config, config.preprocess, config.wrappers):
-            return
-    raise ConfigError(
-        f"config.self_play.opponents is league, and {env} has no side that players of a league can play.",
-        "Environments with several agents and vector environments with opponent rows, such as the Arena, have one.",
-    )
+    if env == EXTERNAL:
+        from ludus.experiments.validation.game_seats import check_match_processes, seats_of
+
+        check_match_processes(config.self_play, seats_of(parse_external_config(config.env_config)), config.workers)
+        return
+    env_config = training_env_config(env, config.env_config, config.self_play)
+    if not has_opponent_rows(env, config.num_envs_per_worker, env_config, config.preprocess, config.wrappers):
+        raise ConfigError(
+            f"config.self_play.opponents is league, and {env} has no side that players of a league can play.",
+            "Environments with several agents and vector environments with opponent rows, such as the Arena, have one.",
+        )
 
 
 def _with_fleet_worker(parsed: ParsedExperiment) -> ParsedExperiment:

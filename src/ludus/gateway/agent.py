@@ -62,6 +62,8 @@ class SeatAgent:
         self._seat, self._temperature = seat, temperature
         self._state: State | None = None
         self._reward = 0.0
+        self.total_reward = 0.0
+        """Of all episodes so far."""
         self._acted = False
         self._closing: asyncio.Future[Decision] | None = None
         self._recorder = None if seat.memory is None else SegmentRecorder(seat.memory, next(seat.origins), seat.stats)
@@ -130,6 +132,7 @@ class SeatAgent:
         reward = parse_reward(reward)
         if self._acted:
             self._reward += reward
+            self.total_reward += reward
         elif reward:
             raise reward_before_action(reward)
 

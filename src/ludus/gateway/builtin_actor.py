@@ -3,7 +3,8 @@
     tick   {"observation": …, "reward": 0.5, "action_mask": …}                    → {"action": …}
     tick   {"observation": …, "reward": 1, "terminated": true}                    → {"action": null}: the next tick starts an episode
     tick   {"seats": {"blue": {"observation": …, "reward": 0}, …}}                → {"actions": {"blue": …}}
-    end    empty, or the same with the last reward (and, when truncated, the last observation)
+    end    empty, or the same with the last reward (and, when truncated, the last observation); in a league also the winner:
+           {"reward": 1, "terminated": true, "info": {"result": {"winner": 0}}}
 
 A game whose `start` has {"format": "raw"} exchanges binary arrays instead: see `ludus.gateway.raw_codec`.
 The reward of a tick belongs to the previous action. The reply has the format of the request.
@@ -15,6 +16,7 @@ import asyncio
 import logging
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,12 @@ from ludus.gateway.agent import Seat, SeatAgent
 from ludus.gateway.raw_codec import MASKED, TERMINATED, TRUNCATED, RawCodec, RawStep
 from ludus.protocol.codec import ONLY_SEAT
 from ludus.protocol.step_message import StepFields, decode_message, encode_message, parse_step, split_seats
-from ludus.sampling.session_opponents import SessionOpponents, sides_of
+from ludus.sampling.session_opponents import MatchOpponents, SessionResult, seats_are_sides, sides_of
 
 log = logging.getLogger(__name__)
 
 _INFO = "info"
-"""Top-level key for additional data of the game; ignored here."""
+"""Top-level key for additional data of the game. In a league the result in the last one counts; all else is ignored."""
 _MAX_SIDE = 80  # characters of a side that an error quotes
 
 
@@ -44,6 +46,8 @@ class BuiltinActor(Actor):
         self.set_seats(seats)
         self._raw: RawCodec | None = None
         self._temperature: float | None = None
+        self.complete = False
+        """Whether the game has ended the session, and all episodes before it."""
 
     def set_seats(self, seats: Mapping[str, Seat]) -> None:
         """Set the seats and their models. Call before the first tick."""
@@ -105,13 +109,17 @@ class BuiltinActor(Actor):
                 steps = {ONLY_SEAT: self._check_step(ONLY_SEAT, _step_fields(self._raw.read(body)), last=True)}
         elif body.strip():
             message, packed = decode_message(body)
-            message.pop(_INFO, None)
+            self._check_result(message.pop(_INFO, None))
             steps = self._check_steps(message, last=True) if message else {}
         for name, step in steps.items():
             await step.play(self._agent(name))
+        self.complete = self.ended_by == "game" and not any(agent.playing for agent in self._agents.values())
         for agent in self._agents.values():
             agent.break_off()  # seats that the body does not mention
         return b"" if self._raw is not None or self.ended_by != "game" else encode_message({}, packed)
+
+    def _check_result(self, info: Any) -> None:
+        """Read `info` of the end of a session. Raises Refused (422)."""
 
     def _agent(self, name: str) -> SeatAgent:
         if name not in self._agents:
@@ -127,47 +135,69 @@ class BuiltinActor(Actor):
         return _CheckedStep(self._seats[name], step)
 
 
+@dataclass(frozen=True)
+class JoinedSession:
+    """A session of a match."""
+
+    match: str
+    """Empty: it belongs to none, and all its seats learn."""
+    seats: Mapping[str, Seat]
+    sides: Mapping[str, int]
+    """Seat → its side, 0 or 1."""
+
+
 class SelfPlaySeats:
     """Seats of sessions in self-play, for all actors of a process: one side of a match learns, the opponent plays the other."""
 
-    def __init__(self, seats: Mapping[str, Seat], settings: SelfPlayConfig, opponents: SessionOpponents) -> None:
-        self._seats, self._opponents = seats, opponents
+    def __init__(
+        self, seats: Mapping[str, Seat], settings: SelfPlayConfig, opponents: MatchOpponents, *, whole_matches: bool = False
+    ) -> None:
+        """`whole_matches`: a session must play both sides, because the sessions of a match may be in different processes."""
+        self._seats, self._opponents, self._whole_matches = seats, opponents, whole_matches
         self._sides = sides_of(settings, list(seats))
-        self._by_seat = self._sides is not None and frozenset().union(*self._sides) == seats.keys()
+        self._by_seat = seats_are_sides(settings, list(seats))
         self._warned = False
         self.opponent_sessions = 0
         """Sessions, so far, of which the opponent played a seat."""
 
-    def join(self, session: str, match: str, side: str) -> tuple[str, Mapping[str, Seat]]:
-        """Return the name of the match, to be left at the end of the session, and the seats. Raises Refused (422).
-
-        An empty name: the session belongs to no match, and all its seats learn.
-        """
+    def join(self, session: str, match: str, side: str) -> JoinedSession:
+        """Seat a session, which has to be left at its end. Raises Refused (422)."""
         if side:
-            number = self._parse_side(side)
+            number = self.parse_side(side)
             if not match:
                 message = "The session names a side and no match."
                 raise Refused(422, "match", message, "Send the same Ludus-Match with the sessions of both sides.")
+            if self._whole_matches:
+                message = "Several processes serve this game, and the sessions of a match must be in one of them."
+                raise Refused(422, "side", message, "Set num_workers to 1, or let one session play the seats of both sides.")
             sides = dict.fromkeys(self._seats, number)
         elif self._by_seat and self._sides is not None:
             match, sides = match or session, {name: int(name in self._sides[1]) for name in self._seats}
         else:
             self._warn()
-            return "", self._seats
-        learning, policy = self._opponents.join(match)
-        if all(side == learning for side in sides.values()):
-            return match, self._seats
-        self.opponent_sessions += 1
-        opponent = Seat(policy)
-        return match, {name: seat if sides[name] == learning else opponent for name, seat in self._seats.items()}
+            return JoinedSession("", self._seats, {})
+        learning, opponent = self._opponents.join(match)
+        if any(side != learning for side in sides.values()):
+            self.opponent_sessions += 1
+        seats = {name: seat if sides[name] == learning else Seat(opponent(name)) for name, seat in self._seats.items()}
+        return JoinedSession(match, seats, sides)
 
-    def leave(self, match: str) -> None:
-        self._opponents.leave(match)
+    def leave(self, match: str, result: SessionResult) -> None:
+        self._opponents.leave(match, result)
 
     def count_tick(self) -> None:
         self._opponents.steps += 1
 
-    def _parse_side(self, side: str) -> int:
+    def update(self) -> None:
+        """Do periodic work; call it about once a second."""
+        self._opponents.update()
+
+    def close(self) -> None:
+        """No session will follow."""
+        self._opponents.close()
+
+    def parse_side(self, side: str) -> int:
+        """Raises Refused (422)."""
         for number, names in enumerate(self._sides or ()):
             if side in names:
                 return number
@@ -189,21 +219,22 @@ class SelfPlayActor(BuiltinActor):
 
     def __init__(self, seats: Mapping[str, Seat], self_play: SelfPlaySeats) -> None:
         super().__init__(seats)
-        self._self_play, self._joined = self_play, ""
+        self._self_play, self._joined = self_play, JoinedSession("", seats, {})
+        self._winners: frozenset[int | None] = frozenset()
 
     async def start(self, session: str, body: bytes) -> bytes:
         reply = await super().start(session, body)
-        self._joined, seats = self._self_play.join(session, self.match, self.about.side)
-        self.set_seats(seats)
+        self._joined = self._self_play.join(session, self.match, self.about.side)
+        self.set_seats(self._joined.seats)
         return reply
 
     async def tick(self, body: bytes) -> bytes:
-        if self._joined:
+        if self._joined.match:
             self._self_play.count_tick()
         return await super().tick(body)
 
     async def _raw_tick(self, body: bytes) -> bytes:
-        if self._joined:
+        if self._joined.match:
             self._self_play.count_tick()
         return await super()._raw_tick(body)
 
@@ -218,10 +249,23 @@ class SelfPlayActor(BuiltinActor):
         self._leave()
         return reply
 
+    def _check_result(self, info: Any) -> None:
+        """`{"result": {"winner": …}}`: the number or name of a side, or null for a draw."""
+        result = info.get("result") if isinstance(info, Mapping) else None
+        if not isinstance(result, Mapping) or "winner" not in result:
+            return
+        winner = result["winner"]
+        if winner is not None and (isinstance(winner, bool) or not isinstance(winner, int | str)):
+            raise Refused(422, "result", f"The winner is {reprlib.repr(winner)}.", "It is a side, or null for a draw.")
+        self._winners = frozenset({None if winner is None else self._self_play.parse_side(str(winner))})
+
     def _leave(self) -> None:
-        match, self._joined = self._joined, ""
-        if match:
-            self._self_play.leave(match)
+        joined, self._joined = self._joined, JoinedSession("", self._joined.seats, {})
+        if joined.match:
+            returns = {name: agent.total_reward for name, agent in self._agents.items()}
+            sides = [[returns.get(name, 0.0) for name, on in joined.sides.items() if on == side] for side in (0, 1)]
+            acted = frozenset(joined.sides[name] for name in self._agents)
+            self._self_play.leave(joined.match, SessionResult(self.complete, (sides[0], sides[1]), acted, self._winners))
 
 
 class _CheckedStep:

@@ -25,7 +25,7 @@ from ludus.gateway.builtin_actor import BuiltinActor, SelfPlayActor, SelfPlaySea
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
-from ludus.sampling.session_opponents import SessionOpponents
+from ludus.sampling.session_opponents import MatchOpponents
 from ludus.transport.local import LocalMemory
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class InlineGatewaySource:
         deciding: Mapping[str, BatchedPolicy[Policy]],
         memories: Mapping[str, NotifyingMemory],
         memory: CollatedBatches,
-        opponents: tuple[SelfPlayConfig, SessionOpponents] | None = None,
+        opponents: tuple[SelfPlayConfig, MatchOpponents] | None = None,
     ) -> None:
         """`opponents`: of matches in self-play; None: all sessions learn."""
         self._deciding, self._memory = dict(deciding), memory
@@ -92,6 +92,8 @@ class InlineGatewaySource:
                 for deciding in self._deciding.values():
                     acting.enter_context(deciding.policy.acting())
                 self._loop.run_until_complete(asyncio.wait_for(self._batch_ready.wait(), _SERVE_S))
+        if self._self_play is not None:
+            self._self_play.update()
         return True  # waiting for games is work
 
     def metrics(self) -> dict[str, float]:
@@ -124,6 +126,8 @@ class InlineGatewaySource:
     def close(self) -> None:
         """End all sessions. Experience that was not yet taken is lost."""
         self._loop.run_until_complete(self._gateway.close())
+        if self._self_play is not None:
+            self._self_play.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 

@@ -11,12 +11,14 @@ from typing import Any
 from ludus.config.schema import SelfPlayConfig
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor, SelfPlayActor, SelfPlaySeats
+from ludus.gateway.http_connection import Page
+from ludus.gateway.server import Gateway
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.engine import EnginePolicySource, InferenceEngine
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import SharedWeightsReader
+from ludus.sampling.league_sessions import make_match_opponents
 from ludus.sampling.segment_recorder import session_spec
-from ludus.sampling.session_opponents import SessionOpponents
 from ludus.transport.multi_producer import Lane, LaneWriter
 
 COUNTER_METRICS = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps", "opponent_sessions")
@@ -35,11 +37,16 @@ class WorkerSelfPlay:
     """The same for all workers, so that they agree on which side learns."""
     run: str
     """Directory of the run, which may have stored earlier versions."""
+    workers: int
+    """Number of workers that serve the game."""
 
 
 @dataclass
 class WorkerActorFactory:
-    """Creates the actors of a worker. Picklable; `load` creates networks and connections in the worker process."""
+    """Creates the actors of a worker. Picklable; `load` creates networks and connections in the worker process.
+
+    Also the extension of its gateway, which is notified when the worker stops.
+    """
 
     seats: Mapping[str, str]
     """Seat name → model name."""
@@ -68,11 +75,19 @@ class WorkerActorFactory:
             first += _ORIGINS // len(self.seats)
         if self.self_play is not None:
             (model,) = self.models
-            settings, seed, run = self.self_play.settings, self.self_play.seed, Path(self.self_play.run)
-            opponents = SessionOpponents(
-                settings, deciding[model], sources[model], seed, model=model, run=run, deterministic=not self.explore
+            settings, league = self.self_play.settings, self.self_play.settings.opponents == "league"
+            opponents = make_match_opponents(
+                settings,
+                deciding[model],
+                sources[model],
+                self.self_play.seed,
+                seats=list(self.seats),
+                model=model,
+                run=Path(self.self_play.run),
+                deterministic=not self.explore,
             )
-            self._self_play = SelfPlaySeats(self._seats, settings, opponents)
+            whole = league and self.self_play.workers > 1
+            self._self_play = SelfPlaySeats(self._seats, settings, opponents, whole_matches=whole)
 
     def __call__(self) -> BuiltinActor:
         return BuiltinActor(self._seats) if self._self_play is None else SelfPlayActor(self._seats, self._self_play)
@@ -84,3 +99,20 @@ class WorkerActorFactory:
         discarded = sum(seat.stats.discarded for seat in self._seats.values())
         opponents = 0 if self._self_play is None else self._self_play.opponent_sessions
         self._writer.count(numbers | {"discarded_steps": float(discarded), "opponent_sessions": float(opponents)})
+        if self._self_play is not None:
+            self._self_play.update()
+
+    # -- GatewayExtension
+
+    def on_start(self, gateway: Gateway) -> None:
+        """Nothing to start."""
+
+    def sweep(self, now: float) -> None:
+        """`report` does the periodic work."""
+
+    def page(self, path: str) -> Page | None:
+        return None
+
+    async def on_stop(self) -> None:
+        if self._self_play is not None:
+            self._self_play.close()

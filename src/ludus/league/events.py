@@ -28,11 +28,16 @@ class PlayerAdded:
 
 @dataclass(frozen=True)
 class PlayerTrained:
-    """A training player has reached this number of environment steps; `model` is its newest version."""
+    """A training player has reached this number of environment steps; `model` is its newest version.
+
+    Of a fixed player: its model was copied into the league, or is served at another address.
+    """
 
     name: str
     steps: int
     model: str
+    token_file: str | None = None
+    """File with the token of a served address; None: as before."""
 
 
 @dataclass(frozen=True)

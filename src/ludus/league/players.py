@@ -48,6 +48,8 @@ class Player:
     """Gets no new matches; its results stay."""
     quarantine: str = ""
     """Why its model could not be used; it gets no new matches until this is cleared."""
+    token_file: str = ""
+    """File with the token of a served address. The token itself is never stored in a league."""
 
     @property
     def available(self) -> bool:

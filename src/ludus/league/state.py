@@ -74,7 +74,8 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
         case PlayerAdded():
             return _add_player(state, event.player)
         case PlayerTrained():
-            return _with_player(state, event.name, steps=event.steps, model=event.model)
+            token = {} if event.token_file is None else {"token_file": event.token_file}
+            return _with_player(state, event.name, steps=event.steps, model=event.model, **token)
         case SnapshotTaken():
             return _take_snapshot(state, event)
         case PlayerRetired():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ludus.core import spaces
 from ludus.core.spaces import ArraySpec
 from ludus.core.tree import Array, Tree, map_tree
+from ludus.core.types import Bools
 from ludus.errors import ConfigError, IncompatibleCheckpoint
 from ludus.models.autoregressive_actions import AutoregressiveDistribution, check_pointers
 from ludus.models.distributions import Distribution, EpsilonGreedy, apply_mask, make_distribution, make_q_distribution
@@ -42,6 +43,8 @@ class BatchDecision(NamedTuple):
     log_prob: Array
     value: Array
     state: tuple[Array, ...]
+    lost: Bools | None = None
+    """Rows without a decision, whose match has to be given up; None: there are none. Only policies outside this process lose rows."""
 
 
 class Policy(nn.Module):

@@ -22,7 +22,7 @@ import socket
 import ssl
 import time
 from collections.abc import Generator, Mapping
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
@@ -111,7 +111,7 @@ class Client(_ClientBase[tuple[socket.socket, "_HttpReplyParser"]]):
     `cafile`: with https, the certificates to trust instead of the system's.
     """
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -704,9 +704,13 @@ class _Head(NamedTuple):
 
 
 class _HttpReplyParser:
-    """Incremental parser of replies, one at a time. Raises ConnectionError on anything that is not a reply of known length."""
+    """Incremental parser of replies. Raises ConnectionError on anything that is not a reply of known length.
 
-    def __init__(self) -> None:
+    `pipelined`: further replies may follow at once; `take` returns those that are complete. Otherwise they are an error.
+    """
+
+    def __init__(self, *, pipelined: bool = False) -> None:
+        self._pipelined = pipelined
         self._buffer = b""
         self._raw = b""  # head of the previous reply, usually equal to the next one
         self._head = _Head(0, 0, None, "", False)
@@ -717,7 +721,12 @@ class _HttpReplyParser:
     def feed(self, data: bytes) -> _Reply | None:
         if not data:
             raise ConnectionResetError("it was closed by the server")
-        buffer = self._buffer = self._buffer + data if self._buffer else data
+        self._buffer = self._buffer + data if self._buffer else data
+        return self.take()
+
+    def take(self) -> _Reply | None:
+        """Return the next complete reply of the data so far."""
+        buffer = self._buffer
         if self._chunks is not None:
             return self._read_chunks(self._chunks)
         end = buffer.find(b"\r\n\r\n") + 4
@@ -736,10 +745,18 @@ class _HttpReplyParser:
             return self._read_chunks(self._chunks)
         if len(buffer) < end + length:
             return None
-        if len(buffer) > end + length:
+        self._buffer = self._after_reply(buffer[end + length :])
+        return _Reply(status, buffer[end : end + length], retry_after_s, endpoint, close)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is data that no reply has used."""
+        return bool(self._buffer)
+
+    def _after_reply(self, rest: bytes) -> bytes:
+        if rest and not self._pipelined:
             raise ConnectionError("unexpected data after the reply")
-        self._buffer = b""
-        return _Reply(status, buffer[end:], retry_after_s, endpoint, close)
+        return rest
 
     def _after_interim(self, rest: bytes) -> _Reply | None:
         self._interim += 1
@@ -784,9 +801,7 @@ class _HttpReplyParser:
                 raise ConnectionError("its trailers do not end")
             self._buffer = b"0" + rest
             return None
-        if stop < len(rest):
-            raise ConnectionError("unexpected data after the reply")
-        self._buffer, self._chunks, self._chunked = b"", None, 0
+        self._buffer, self._chunks, self._chunked = self._after_reply(rest[stop:]), None, 0
         return _Reply(self._head.status, body, self._head.retry_after_s, self._head.endpoint, self._head.close)
 
 

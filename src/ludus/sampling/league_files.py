@@ -42,6 +42,8 @@ class LeagueOpponent:
     name: str
     model: str
     probability: float
+    token_file: str = ""
+    """File with the token of a served address. The token itself is not stored in the league."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def read_matchmaking(league: Path, player: str) -> Matchmaking | None:
     try:
         values = json.loads(path.read_bytes())
         opponents = tuple(
-            LeagueOpponent(str(one["name"]), str(one["model"]), float(one["probability"])) for one in values["opponents"]
+            LeagueOpponent(str(one["name"]), str(one["model"]), float(one["probability"]), str(one.get("token_file", "")))
+            for one in values["opponents"]
         )
         return Matchmaking(str(values["player"]), int(values["generation"]), opponents, str(values["stop"]))
     except FileNotFoundError:
@@ -134,12 +137,14 @@ class PairReport:
 
 @dataclass(frozen=True)
 class UnusableModel:
-    """A sampler could not load the policy of a player."""
+    """A sampler cannot use the policy of a player."""
 
     number: int
     player: str
     model: str
     reason: str
+    temporary: bool = False
+    """Its server does not answer; the player can be used again when it does."""
 
 
 SpoolReport = PairReport | UnusableModel
@@ -178,9 +183,9 @@ class ResultSpool:
         count.losses += score < 0.5
         count.gain += gain
 
-    def report_unusable(self, player: str, model: str, reason: str) -> None:
+    def report_unusable(self, player: str, model: str, reason: str, temporary: bool = False) -> None:
         with contextlib.suppress(OSError):
-            self._append(UnusableModel(self._number + 1, player, model, reason[:_MAX_REASON]))
+            self._append(UnusableModel(self._number + 1, player, model, reason[:_MAX_REASON], temporary))
 
     def flush(self) -> None:
         """Append the results since the last call. If that fails, they stay until the next call."""
@@ -224,7 +229,8 @@ def parse_report(line: bytes) -> SpoolReport:
     values = json_lines.decode(line)
     try:
         if "model" in values:
-            return UnusableModel(_count(values, "number"), *(_text(values, key) for key in ("player", "model", "reason")))
+            player, model, reason = (_text(values, key) for key in ("player", "model", "reason"))
+            return UnusableModel(_count(values, "number"), player, model, reason, values.get("temporary") is True)
         generation, wins, draws, losses = (_count(values, key) for key in ("generation", "wins", "draws", "losses"))
         gain = values["gain"]
         if isinstance(gain, bool) or not isinstance(gain, int | float) or not math.isfinite(gain):

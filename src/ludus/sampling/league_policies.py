@@ -1,4 +1,4 @@
-"""Policies of league players: stored versions, scripts, and random actions.
+"""Policies of league players: stored versions, scripts, served addresses, and random actions.
 
 <league>/code/opponents.py       copies of the modules that the league's file names, for machines that do not have them
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,8 +24,11 @@ from ludus.envs.pettingzoo import sample_action
 from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, UsageError
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, State
-from ludus.models.policy import BatchDecision
+from ludus.models.inference.served_policy import ServedAgent
+from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights.version_store import load_version
+from ludus.protocol.codec import SeatSpaces
+from ludus.protocol.spec import read_token
 from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ RULE: Final = "rule:"
 """Prefix of a script of the environment."""
 RANDOM_RULE: Final = "rule:random"
 SCRIPT: Final = trust.SCRIPT
+ADDRESS: Final = ("http://", "https://")
+"""Prefixes of a served address."""
 CODE: Final = "code"
 """Folder of a league with copies of modules."""
 
@@ -47,6 +52,8 @@ class ModelKind(Enum):
     """`script:module:function`."""
     STORED = "stored"
     """A run, RUN/best, RUN@VERSION or a checkpoint; the league has a copy of it."""
+    SERVED = "served"
+    """The address of a served agent, `http://HOST:PORT`."""
 
 
 def kind_of_model(model: str) -> ModelKind:
@@ -55,11 +62,12 @@ def kind_of_model(model: str) -> ModelKind:
         return ModelKind.RULE
     if model.startswith(SCRIPT):
         return ModelKind.SCRIPT
-    refused = "an export" if model.endswith(".onnx") else "an address" if model.startswith(("http://", "https://")) else None
-    if refused is not None:
+    if model.startswith(ADDRESS):
+        return ModelKind.SERVED
+    if model.endswith(".onnx"):
         raise UsageError(
-            f"{model} is {refused}, which cannot play in training.",
-            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function.",
+            f"{model} is an export, which cannot play in training.",
+            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; {RANDOM_RULE}, {SCRIPT}module:function, or http://HOST:PORT.",
         )
     return ModelKind.STORED
 
@@ -83,6 +91,40 @@ class PolicySpaces:
 
 Script = Callable[[Tree, Any], Any]
 """(observation, action mask or None) → action."""
+
+
+class GiveUp(Protocol):
+    """Called with the reason when a loaded policy cannot be used any more. `temporary`: that may change by itself."""
+
+    def __call__(self, reason: str, temporary: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class LeaguePolicies:
+    """The policies of one player."""
+
+    by_agent: Mapping[str, ActingPolicy]
+    """Agent → policy; "" plays all agents without one. Empty: random actions."""
+    served: ServedAgent | None = None
+
+    def close(self) -> None:
+        if self.served is not None:
+            self.served.close()
+
+
+def load_league_policies(
+    league: Path, model: str, like: WithSpaces, give_up: GiveUp, *, token_file: str = "", agents: Sequence[str] = ()
+) -> LeaguePolicies:
+    """Load the policies of a player. `agents`: names of all agents, which may be seats of a served address.
+
+    `token_file`: of a served address. Raises LudusError, OSError; of these Unreachable if a served address does not answer.
+    """
+    if model.startswith(ADDRESS):
+        game = SeatSpaces(like.observation_space, like.action_space)
+        served = ServedAgent(model, read_token(token_file or None), game, agents, give_up)
+        return LeaguePolicies(served.policies, served)
+    policy = load_league_policy(league, model, like, give_up)
+    return LeaguePolicies({} if policy is None else {"": policy})
 
 
 def load_league_policy(
@@ -162,6 +204,19 @@ def import_copies(league: Path) -> None:
     code = str((league / CODE).absolute())
     if code not in sys.path:
         sys.path.append(code)
+
+
+def freeze_weights(policy: ActingPolicy) -> None:
+    """Prepare a policy whose weights never change for acting."""
+    if isinstance(policy, Policy):
+        with torch.inference_mode():
+            policy.network.freeze(values=False)  # never thawed
+
+
+def random_policy(like: WithSpaces, seed: int) -> ScriptedPolicy:
+    """Uniformly random actions among those that are allowed."""
+    random = np.random.default_rng(seed)
+    return ScriptedPolicy(lambda seen, mask: sample_action(like.action_space, mask, random), like, lambda reason: None)
 
 
 class ScriptedPolicy:

@@ -6,12 +6,12 @@ environment for all rows that its own scripts play.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from ludus.config.schema import SelfPlayConfig
 from ludus.core.tree import Array, Tree, map_tree, stack
@@ -20,16 +20,11 @@ from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.pettingzoo import sample_action
 from ludus.errors import ConfigError
 from ludus.models.inference.batched_policy import ActingPolicy
-from ludus.models.policy import Policy
 from ludus.models.weights.version_store import PolicySource
-from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents
-from ludus.sampling.league_policies import RULE
+from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents, match_of_sides
+from ludus.sampling.league_policies import RULE, freeze_weights
 from ludus.sampling.match_opponents import MatchOpponent
-from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
 from ludus.sampling.self_play import FollowedSource, PolicyRowPlayer, join_rows
-
-_LEARNING, _OPPONENT = "learning", "opponent"
-_SIDES: Final = Seating({}, frozenset({_LEARNING}), LEAGUE)
 
 
 class _RowPolicies:
@@ -41,9 +36,7 @@ class _RowPolicies:
         self._states: dict[str, tuple[Array, ...]] = {}
 
     def add_fixed(self, model: str, policy: ActingPolicy) -> None:
-        if isinstance(policy, Policy):
-            with torch.inference_mode():
-                policy.network.freeze(values=False)  # never thawed: the weights stay as they are
+        freeze_weights(policy)
         self._policies[model] = policy
 
     def remove(self, model: str) -> None:
@@ -117,13 +110,14 @@ class LeagueRowPlayer(PolicyRowPlayer):
         report = self._opponents[row].on_finished
         if report is not None:
             gain = 2.0 * score - 1.0
-            report(FinishedMatch({_LEARNING: gain, _OPPONENT: -gain}, 0, _SIDES))
+            report(match_of_sides([gain], [-gain]))
 
     def close(self) -> None:
         self._chooser.close()
 
     def _choose_opponents(self, first: Bools) -> None:
         for rows in self._begun_matches(first):
+            self._end_episodes(rows)
             in_use = frozenset(one.model for one in self._opponents if one.model is not None)
             chosen = self._chooser.choose(self._random, in_use)
             for row in rows.tolist():
@@ -133,6 +127,15 @@ class LeagueRowPlayer(PolicyRowPlayer):
             model = opponent.model
             rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
         self._groups = [(model, np.array(together)) for model, together in rows_of.items()]
+
+    def _end_episodes(self, rows: Ints) -> None:
+        """Tell the opponent of the previous match in these rows that it is over."""
+        previous = self._opponents[rows[0]]
+        if previous.on_episode_end is None or previous.model is None:
+            return
+        states = self._policies.states(previous.model, self._policies[previous.model])
+        for row in rows.tolist():
+            previous.on_episode_end(tuple(part[row] for part in states))
 
     def _play_rows(self, model: str | None, rows: Ints, mask: Bools | None, first: Bools) -> Tree:
         if model is None:
@@ -150,7 +153,15 @@ class LeagueRowPlayer(PolicyRowPlayer):
         acted = policy.act(seen, tuple(part[rows] for part in states), None if mask is None else mask[rows], noise)
         for part, after in zip(states, acted.state, strict=True):
             part[rows] = after
+        if acted.lost is not None:
+            self._give_up_matches(rows[acted.lost])
         return acted.action
+
+    def _give_up_matches(self, rows: Ints) -> None:
+        """The opponent of these rows does not answer: random actions end their matches, and the results do not count."""
+        matches = self._environments.match_of_opponent
+        for row in np.flatnonzero(np.isin(matches, matches[rows])).tolist():
+            self._opponents[row] = replace(self._opponents[row], on_finished=None)
 
 
 def with_league_opponents(environments: OpponentRows, source: PolicySource, settings: SelfPlayConfig, seed: int) -> PolicySource:

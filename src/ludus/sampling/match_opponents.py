@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from ludus.config.schema import SelfPlayConfig
 from ludus.envs.opponents.opponent_mix import LATEST, PAST
 from ludus.models.centralized_critic import actor_policy
+from ludus.models.inference.batched_policy import State
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights.serialization import policy_from
 from ludus.models.weights.version_store import PolicySource
@@ -39,6 +40,10 @@ class MatchOpponent:
     """Its name in the PolicySet; None: random actions."""
     on_finished: Callable[[FinishedMatch], None] | None = None
     """Called with the match when it is over."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Agent → name in the PolicySet, if its agents have different policies."""
+    on_episode_end: Callable[[State], None] | None = None
+    """Called with the last recurrent state of each of its agents when the agent's episode is over."""
 
 
 class OpponentChooser(Protocol):
@@ -123,7 +128,7 @@ def seat_self_play(
 
     def make(matches: MatchRunner, policies: PolicySet) -> SeatAgents:
         if settings.opponents == "league":
-            opponents = _league_opponents(settings, model, source, matches, policies)
+            opponents = _league_opponents(settings, policy_mapping, source, matches, policies)
         else:
             opponents = _own_versions(settings, model, source, matches, policies, run)
         sides = settings.sides or [[agent] for agent in policy_mapping]
@@ -144,14 +149,23 @@ def _own_versions(
 
 
 def _league_opponents(
-    settings: SelfPlayConfig, model: str, source: PolicySource, matches: MatchRunner, policies: PolicySet
+    settings: SelfPlayConfig, policy_mapping: Mapping[str, str], source: PolicySource, matches: MatchRunner, policies: PolicySet
 ) -> OpponentChooser:
     from ludus.sampling.league_opponents import LeagueOpponents  # imports this module
 
     assert settings.league is not None
     assert settings.player is not None
-    league, like = Path(settings.league), source.newest()[0]
-    return LeagueOpponents(league, settings.player, policies, model, like, lambda: matches.env_steps, period=settings.period)
+    league, like, (model,) = Path(settings.league), source.newest()[0], set(policy_mapping.values())
+    return LeagueOpponents(
+        league,
+        settings.player,
+        policies,
+        model,
+        like,
+        lambda: matches.env_steps,
+        agents=list(policy_mapping),
+        period=settings.period,
+    )
 
 
 class TwoSides:
@@ -182,8 +196,10 @@ class TwoSides:
         models: dict[str, str | None] = {}
         for number, side in enumerate(self._sides):
             for agent in side:
-                models[agent] = self._mapping[agent] if number == learning else opponent.model
-        return Seating(models, frozenset(self._sides[learning]), opponent.name, opponent.on_finished)
+                models[agent] = self._mapping[agent] if number == learning else opponent.models.get(agent, opponent.model)
+        own, end = frozenset(self._sides[learning]), opponent.on_episode_end
+        ends = {} if end is None else {agent: end for agent in models if agent not in own}
+        return Seating(models, own, opponent.name, opponent.on_finished, ends)
 
     def close(self) -> None:
         self._opponents.close()

@@ -6,15 +6,17 @@ The learning side depends only on the name of the match and the seed, so that al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from ludus.config.schema import SelfPlayConfig
 from ludus.core.types import DEFAULT_MODEL
 from ludus.models.inference.batched_policy import BatchedPolicy
+from ludus.models.inference.served_policy import ServedDecider
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.sampling.self_play import OpponentDraw, OpponentPolicies, PolicyHistory
@@ -28,6 +30,57 @@ def sides_of(settings: SelfPlayConfig, seats: Sequence[str]) -> tuple[frozenset[
     return (frozenset(seats[:1]), frozenset(seats[1:])) if len(seats) == 2 else None
 
 
+def seats_are_sides(settings: SelfPlayConfig, seats: Sequence[str]) -> bool:
+    """Whether the seats of one session are both sides of a match."""
+    sides = sides_of(settings, seats)
+    return sides is not None and frozenset().union(*sides) == set(seats)
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """How a session of a match has ended."""
+
+    complete: bool
+    """The game has ended it, with the outcome of the last actions."""
+    returns: tuple[Sequence[float], Sequence[float]]
+    """By side: the returns of the seats that the session has played."""
+    acted: frozenset[int]
+    """Sides for which it has chosen an action."""
+    winners: frozenset[int | None] = frozenset()
+    """The side that has won, as reported by the game; None: a draw. Empty: the game has reported none."""
+
+
+SessionPolicy = BatchedPolicy[Any] | ServedDecider
+
+
+class MatchOpponents(Protocol):
+    """Opponents of the matches of one process."""
+
+    steps: int
+    """Ticks of the matches so far, counted by the caller; self_play.period refers to them."""
+
+    def join(self, match: str) -> tuple[int, Callable[[str], SessionPolicy]]:
+        """Count a session of a match. Return the side that learns, 0 or 1, and the policies of the other side, by seat."""
+        ...
+
+    def leave(self, match: str, result: SessionResult) -> None:
+        """Count the end of a session of a match."""
+        ...
+
+    def update(self) -> None:
+        """Do periodic work; called about once a second."""
+        ...
+
+    def close(self) -> None:
+        """No session will follow."""
+        ...
+
+
+def match_random(seed: int, match: str) -> np.random.Generator:
+    """The random numbers of a match, the same in all processes."""
+    return np.random.default_rng([seed, *np.frombuffer(hashlib.sha256(match.encode()).digest(), np.uint32).tolist()])
+
+
 @dataclass
 class _Match:
     learning: int
@@ -37,7 +90,10 @@ class _Match:
 
 
 class SessionOpponents:
-    """The matches of one process. A match keeps its opponent until its last session in this process has ended."""
+    """The newest version and earlier ones. A match keeps its opponent until its last session in this process has ended.
+
+    Implements MatchOpponents.
+    """
 
     def __init__(
         self,
@@ -62,29 +118,33 @@ class SessionOpponents:
         self._playing: dict[int, BatchedPolicy[Policy]] = {}
         self._matches: dict[str, _Match] = {}
         self.steps = 0
-        """Ticks of the matches so far, counted by the caller; self_play.period refers to them."""
 
-    def join(self, match: str) -> tuple[int, BatchedPolicy[Policy]]:
-        """Count a session of a match. Return the side that learns, 0 or 1, and the policy of the other side."""
+    def join(self, match: str) -> tuple[int, Callable[[str], SessionPolicy]]:
         joined = self._matches.get(match)
         if joined is None:
             joined = self._matches[match] = self._draw_match(match)
         joined.sessions += 1
-        return joined.learning, self._newest if joined.version is None else self._playing[joined.version]
+        policy = self._newest if joined.version is None else self._playing[joined.version]
+        return joined.learning, lambda seat: policy
 
     def versions(self) -> dict[str, int | None]:
         """Match → the past version that plays its other side; None: the newest version."""
         return {name: match.version for name, match in self._matches.items()}
 
-    def leave(self, match: str) -> None:
-        """Count the end of a session of a match."""
+    def leave(self, match: str, result: SessionResult) -> None:
         left = self._matches[match]
         left.sessions -= 1
         if not left.sessions:
             del self._matches[match]
 
+    def update(self) -> None:
+        """There is no periodic work."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
     def _draw_match(self, name: str) -> _Match:
-        random = np.random.default_rng([self._seed, *np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint32).tolist()])
+        random = match_random(self._seed, name)
         learning = int(random.integers(2)) if self._swap_sides else 0
         self._history.add(*self._source.newest())
         in_use = {match.version for match in self._matches.values() if match.version is not None}

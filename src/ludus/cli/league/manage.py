@@ -113,12 +113,13 @@ def _read_experiment(directory: Path) -> ResolvedExperiment | None:
 
 def _contestant(directory: Path, player: Player, league: ResolvedExperiment | None) -> Contestant:
     """A player as a contestant of a battle. Raises UsageError."""
+    from ludus.protocol.spec import read_token
     from ludus.sampling.league_policies import SCRIPT, load_script
     from ludus.tournament.contestants import FunctionContestant, contestant
 
     model = _model_of(directory, player)
     if not model.startswith(SCRIPT):
-        return contestant(model)
+        return contestant(model, token=read_token(player.token_file or None))
     function = load_script(directory, model)
     if league is None:
         return FunctionContestant(model, function)
@@ -149,21 +150,28 @@ def add(
     directory: LeagueDirectory,
     name: Annotated[str, typer.Argument(metavar="PLAYER", help="Name of the new player.")],
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, rule:NAME or script:MODULE:FUNCTION.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Run, RUN/best, RUN@VERSION, checkpoint, rule:NAME, script:MODULE:FUNCTION or http://HOST:PORT."
+        ),
     ],
     rating: Annotated[
         float | None,
         typer.Option(metavar="ELO", help="Fixed rating, which makes the player an anchor; default: rated by results."),
     ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the token of a served agent; only its path is stored.")
+    ] = None,
     trust: Annotated[bool, trust_option()] = False,
 ) -> None:
-    """Add a fixed player, which never changes: a script or a checkpoint."""
+    """Add a fixed player, which never changes: a script, a checkpoint or a served agent."""
     from ludus.core import trust as trusts
     from ludus.league.events import PlayerAdded
     from ludus.league.journal import read_state
     from ludus.league.players import Player, PlayerRole
     from ludus.league.runtime.code_files import store_code
     from ludus.league.runtime.player_models import check_fixed_model, check_player_name, load_stored_model
+    from ludus.protocol.spec import read_token
     from ludus.sampling.league_policies import SCRIPT, ModelKind
 
     try:
@@ -176,12 +184,16 @@ def add(
     trusts.allow(model)
     env, rules = _rules_of(directory)
     kind = check_fixed_model(model, directory, rules, env)
+    token = "" if token_file is None else str(token_file.expanduser().absolute())
+    if token and kind is not ModelKind.SERVED:
+        raise UsageError(f"--token-file is for a served agent, and {model} is none.", "Leave it out.")
+    read_token(token or None)  # raises if it cannot be read
     if kind is ModelKind.SCRIPT:
         store_code(directory, [model.removeprefix(SCRIPT)])
     elif kind is ModelKind.STORED:
         load_stored_model(model)
         model = _absolute(model)
-    event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating))
+    event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating, token_file=token))
     _submit(directory, [event], f"{name} is a player of the league")
 
 
@@ -275,6 +287,13 @@ def _model_of(directory: Path, player: Player) -> str:
     if not model:
         raise UsageError(f"The player {player.name!r} has no model yet.", "It gets one with its first checkpoint.")
     return str(directory / model) if (directory / model.partition("@")[0]).exists() else model
+
+
+def _load_contestant(directory: Path, player: Player) -> Contestant:
+    from ludus.protocol.spec import read_token
+    from ludus.tournament.contestants import contestant
+
+    return contestant(_model_of(directory, player), token=read_token(player.token_file or None))
 
 
 def _submit(directory: Path, events: Sequence[LeagueEvent], done: str, *, quiet: bool = False) -> None:

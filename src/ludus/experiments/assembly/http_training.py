@@ -32,8 +32,8 @@ from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
+from ludus.sampling.league_sessions import make_match_opponents
 from ludus.sampling.segment_recorder import session_spec
-from ludus.sampling.session_opponents import SessionOpponents
 
 if TYPE_CHECKING:
     from ludus.distributed.gateway_source import GatewaySource
@@ -106,11 +106,12 @@ def _start_gateway(
     opponents = None
     if config.self_play.opponents is not None:
         (model,) = policies
-        drawn = SessionOpponents(
+        drawn = make_match_opponents(
             config.self_play,
             acting[model],
             pool.source(model),
             config.seed,
+            seats=list(seats.seats),
             model=model,
             run=run.directory,
             deterministic=not config.explore,
@@ -142,7 +143,7 @@ def _start_gateway_workers(
     given = (listening, settings, seats.seats, config.workers, shared, memory, logs)
     self_play = None
     if config.self_play.opponents is not None:
-        self_play = WorkerSelfPlay(config.self_play, config.seed, str(run.directory))
+        self_play = WorkerSelfPlay(config.self_play, config.seed, str(run.directory), config.workers)
     return (
         stack.own(GatewaySource(*given, explore=config.explore, self_play=self_play)),
         memory,

@@ -11,6 +11,7 @@ import gymnasium as gym
 from ludus.config.schema import GAMECORE, ExternalConfig, SelfPlayConfig
 from ludus.core import spaces
 from ludus.errors import ConfigError
+from ludus.sampling.session_opponents import seats_are_sides
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ def check_self_play(self_play: SelfPlayConfig, seats: GameSeats) -> None:
         raise ConfigError(
             f"config.self_play.sides is {self_play.sides}; the seats are {', '.join(seats.seats)}.",
             "Name all seats, or the sides that sessions send as Ludus-Side.",
+        )
+
+
+def check_match_processes(self_play: SelfPlayConfig, seats: GameSeats, workers: int) -> None:
+    """Raises ConfigError if the sessions of a match in a league may be in different processes, which do not share its result."""
+    if workers > 1 and not seats_are_sides(self_play, list(seats.seats)):
+        raise ConfigError(
+            f"config.num_workers is {workers}; in a league one process serves both sides of a match, if each has its own session.",
+            "Set num_workers to 1 or 0, or let one session play the seats of both sides.",
         )
 
 

@@ -14,10 +14,11 @@ from ludus.core import spaces
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
 from ludus.league.runtime.pair_task import PairTask, load_players
+from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import RULE, PolicySpaces, load_league_policy
+from ludus.sampling.league_policies import ADDRESS, RULE, GiveUp, PolicySpaces, load_league_policies, load_league_policy
 from ludus.tournament.battle import battle
-from ludus.tournament.contestants import Contestant, ScriptedContestant, TrainedContestant
+from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant
 from ludus.tournament.result import MatchResult
 from ludus.tournament.settings import BattleSettings, Heroes
 
@@ -89,7 +90,12 @@ class ArenaPairs:
         with contextlib.suppress(_Stopped):
             battle(a, b, settings, on_result=count)
 
-    def _load(self, model: str, give_up: Callable[[str], None]) -> Contestant:
+    def _load(self, model: str, token_file: str, give_up: GiveUp) -> Contestant:
+        if model.startswith(ADDRESS):
+            load_league_policies(
+                self._league, model, self._like, give_up, token_file=token_file
+            ).close()  # raises if it does not fit
+            return ServedContestant(model, read_token(token_file or None))
         if model.startswith(RULE) and model.removeprefix(RULE) in self._scripts:
             return ScriptedContestant(model.removeprefix(RULE))
         policy = load_league_policy(self._league, model, self._like, give_up)

@@ -46,6 +46,7 @@ from ludus.league.journal import LeagueJournal
 from ludus.league.matchmaking import PSRO, opponent_probabilities
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
+from ludus.league.runtime.away_players import AwayPlayers
 from ludus.league.runtime.code_files import store_code
 from ludus.league.runtime.ingest import ResultIngest
 from ludus.league.runtime.league_file import LEAGUE_FILE, PLAYERS, LeagueConfig, PlayerSection, model_problem, player_experiment
@@ -58,7 +59,7 @@ from ludus.league.spool import apply_spool
 from ludus.league.state import LeagueState, propose_snapshot
 from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
-from ludus.sampling.league_policies import RULE, SCRIPT
+from ludus.sampling.league_policies import ADDRESS, RULE, SCRIPT
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ class Coordinator:
     ) -> None:
         self._journal, self._config, self._workers, self._say, self._clock = journal, config, workers, say, clock
         self._league = journal.directory
-        self._ingest = ResultIngest(journal, clock)
+        self._away = AwayPlayers(clock)
+        self._ingest = ResultIngest(journal, clock, self._await_server)
         self._began = clock()
         self._published: dict[str, Matchmaking] = {}
         self._reading, self._scanning = _Interval(_READ_S), _Interval(_SCAN_S)
@@ -179,6 +181,7 @@ class Coordinator:
             self._finish(reason, stop)
             return LeagueResult(self._league, reason, self._state)
         finally:
+            self._away.close()
             self._metrics.close()
 
     def _try_step(self) -> str | None:
@@ -223,6 +226,7 @@ class Coordinator:
         """Apply changes by other commands, record new checkpoints of the training players, and take the snapshots that are due."""
         apply_spool(self._journal)
         self._import_models()
+        self._end_quarantine_of_served()
         for player in list(self._state.players.values()):
             if not player.role.learns or player.name not in self._policies:
                 continue
@@ -263,6 +267,18 @@ class Coordinator:
         self._say(f"{name} is quarantined: {reason}")
         self._publish()
 
+    def _await_server(self, player: Player, reason: str) -> None:
+        """Called when a served player is quarantined because its server does not answer."""
+        delay = self._away.add(player)
+        self._say(f"{player.name} gets no matches until its server answers; it is asked again in {delay:.0f} s: {reason}")
+
+    def _end_quarantine_of_served(self) -> None:
+        for name in self._away.poll():
+            if self._state.players[name].quarantine:
+                self._apply(PlayerQuarantined(name, ""))
+                self._say(f"{name} takes part again: its server answers")
+                self._publish()
+
     # -- opponents
 
     def _publish(self, stop: str = "") -> None:
@@ -281,7 +297,7 @@ class Coordinator:
         found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
         models = {name: "" if name == player.name else self._state.players[name].model for name in found}
         return tuple(
-            LeagueOpponent(name, models[name], float(probability))
+            LeagueOpponent(name, models[name], float(probability), self._state.players[name].token_file)
             for name, probability in found.items()
             if models[name] or name == player.name
         )
@@ -315,8 +331,8 @@ class Coordinator:
         return bool(pairs)
 
     def _pair_task(self, player: str, opponent: str, matches: int) -> PairTask:
-        players = self._state.players
-        return PairTask(player, players[player].model, opponent, players[opponent].model, matches)
+        own, other = self._state.players[player], self._state.players[opponent]
+        return PairTask(player, own.model, opponent, other.model, matches, own.token_file, other.token_file)
 
     def _turn_steps(self) -> int:
         steps = self._config.turn_steps
@@ -423,7 +439,14 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     models = _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
     for name, section in config.players.items():
         if name not in known:
-            journal.apply(PlayerAdded(Player(name, PlayerRole(section.role), models[name], rating=section.rating)))
+            role = PlayerRole(section.role)
+            journal.apply(PlayerAdded(Player(name, role, models[name], rating=section.rating, token_file=_token_file(section))))
+        elif known[name].model.startswith(ADDRESS) and (section.model, _token_file(section)) != (
+            known[name].model,
+            known[name].token_file,
+        ):
+            model = _import_models(journal.directory, {name: section})[name]
+            journal.apply(PlayerTrained(name, known[name].steps, model, _token_file(section)))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -448,7 +471,11 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
 
 def _is_ready(model: str) -> bool:
     """Whether samplers can load the model as it is."""
-    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/"))
+    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/", *ADDRESS))
+
+
+def _token_file(section: PlayerSection) -> str:
+    return "" if section.token_file is None else str(Path(section.token_file).expanduser().absolute())
 
 
 def _import_models(league: Path, players: Mapping[str, PlayerSection]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,10 +16,9 @@ from ludus.experiments.validation.validate import is_multi_agent
 from ludus.league.runtime.arena_evaluation import ArenaPairs
 from ludus.league.runtime.pair_task import ModelUnusable, PairTask, load_players
 from ludus.league.runtime.player_models import EVALUATION
-from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import PolicySpaces, load_league_policy
+from ludus.sampling.league_policies import GiveUp, LeaguePolicies, PolicySpaces, load_league_policies
 from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet
@@ -68,7 +68,7 @@ class EnvPairs:
             forgiving=config.restart_failed_sub_environments,
         )
         agents = self._copies.agents
-        first = next(iter(agents.values()))
+        first, self._agents, self._failed = next(iter(agents.values())), list(agents), False
         self._like = PolicySpaces(first.observation, first.action)
         self._sides = [tuple(side) for side in config.self_play.sides or [[agent] for agent in agents]]
         self._max_steps = episode_step_limit(env)
@@ -80,18 +80,28 @@ class EnvPairs:
         self._copies.close()
 
     def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
-        """Play the matches of a task and report their results. Raises ModelUnusable."""
-        own, other = load_players(
-            task, lambda model, give_up: load_league_policy(self._league, model, self._like, give_up), self._spool
-        )
-        policies = {_OWN: own, _OTHER: other}
-        _play(self._copies, self._sides, policies, task, self._spool, seed, self._max_steps, interrupted)
+        """Play the matches of a task and report their results; ends early if a player fails. Raises ModelUnusable."""
+        self._failed = False
+        with contextlib.ExitStack() as stack:
+            players = load_players(task, functools.partial(self._load, stack), self._spool)
+            seats = dict(zip((_OWN, _OTHER), players, strict=True))
+            stop = lambda: self._failed or interrupted()  # noqa: E731
+            _play(self._copies, self._sides, seats, task, self._spool, seed, self._max_steps, stop)
+
+    def _load(self, stack: contextlib.ExitStack, model: str, token_file: str, give_up: GiveUp) -> LeaguePolicies:
+        def fail(reason: str, temporary: bool = False) -> None:
+            self._failed = True
+            give_up(reason, temporary)
+
+        loaded = load_league_policies(self._league, model, self._like, fail, token_file=token_file, agents=self._agents)
+        stack.callback(loaded.close)
+        return loaded
 
 
 def _play(
     copies: MatchCopies,
     sides: Sequence[tuple[str, ...]],
-    policies: Mapping[str, ActingPolicy | None],
+    players: Mapping[str, LeaguePolicies],
     task: PairTask,
     spool: ResultSpool,
     seed: int,
@@ -102,15 +112,20 @@ def _play(
     n = len(copies)
     left = [task.matches // n + (number < task.matches % n) for number in range(n)]
     loaded = PolicySet({}, torch.Generator().manual_seed(seed), explore=True)
-    for seat, policy in policies.items():
-        if policy is not None:
-            loaded.add_fixed(seat, policy)
-    names = {seat: seat if policy is not None else None for seat, policy in policies.items()}
+    for seat, player in players.items():
+        for agent, policy in player.by_agent.items():
+            loaded.add_fixed(f"{seat} {agent}", policy)
+
+    def model_of(seat: str, agent: str) -> str | None:
+        known = players[seat].by_agent
+        return next((f"{seat} {name}" for name in (agent, "") if name in known), None)
 
     def seat_agents(number: int) -> Seating:
         own = sides[(number + left[number]) % len(sides)]
-        models = {agent: names[_OWN if agent in own else _OTHER] for side in sides for agent in side}
-        return Seating(models, frozenset(own), task.opponent)
+        seat_of = {agent: _OWN if agent in own else _OTHER for side in sides for agent in side}
+        models = {agent: model_of(seat, agent) for agent, seat in seat_of.items()}
+        ends = {agent: served.end_episode for agent, seat in seat_of.items() if (served := players[seat].served) is not None}
+        return Seating(models, frozenset(own), task.opponent, on_episode_end=ends)
 
     def count(number: int, match: FinishedMatch) -> None:
         left[number] -= 1

@@ -10,6 +10,7 @@ from typing import Final
 
 from ludus.league.events import PlayerQuarantined, ResultsReported, SourceClosed
 from ludus.league.journal import LeagueJournal
+from ludus.league.players import Player
 from ludus.league.spool import apply_spool
 from ludus.sampling.league_files import RESULTS, PairReport, SpoolReader, SpoolReport, UnusableModel
 
@@ -22,8 +23,14 @@ _QUIET_S: Final = 10.0
 class ResultIngest:
     """Follows the files in `results/`. A restarted coordinator reads them again; the journal ignores reports that it has counted."""
 
-    def __init__(self, journal: LeagueJournal, clock: Callable[[], float] = time.monotonic) -> None:
-        self._journal, self._clock = journal, clock
+    def __init__(
+        self,
+        journal: LeagueJournal,
+        clock: Callable[[], float] = time.monotonic,
+        on_away: Callable[[Player, str], None] = lambda player, reason: None,
+    ) -> None:
+        """`on_away`: called with a player whose server does not answer, and the reason; the player is in quarantine then."""
+        self._journal, self._clock, self._on_away = journal, clock, on_away
         self._directory: Path = journal.directory / RESULTS
         self._readers: dict[str, SpoolReader] = {}
         self._read_at: dict[str, float] = {}
@@ -90,6 +97,8 @@ class ResultIngest:
             return
         log.warning("the player %s is quarantined: %s", player.name, report.reason)
         self._journal.apply(PlayerQuarantined(player.name, report.reason))
+        if report.temporary:
+            self._on_away(player, report.reason)
 
 
 def _event_of(source: str, report: PairReport) -> ResultsReported:

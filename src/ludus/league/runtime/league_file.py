@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
-from ludus.config.schema import PreprocessConfig
+from ludus.config.schema import EXTERNAL, ExternalConfig, PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
 from ludus.core import trust
@@ -27,7 +29,8 @@ from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
 from ludus.league.runtime.player_models import check_fixed_model, check_player_name
 from ludus.league.settings import LeagueSettings, SnapshotRule
-from ludus.sampling.league_policies import ModelKind, import_copies, kind_of_model, make_importable
+from ludus.protocol.spec import read_token
+from ludus.sampling.league_policies import ADDRESS, ModelKind, import_copies, kind_of_model, make_importable
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
@@ -70,8 +73,9 @@ class PlayerSection(ConfigSection):
         None,
         min_length=1,
         description="Fixed player: rule:random, another script of the environment (in the Arena rule:easy, rule:medium, rule:hard …), "
-        "script:module:function, a run, RUN/best, RUN@VERSION or a checkpoint. Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
+        "script:module:function, a run, RUN/best, RUN@VERSION, a checkpoint, or the address of a served agent (http://HOST:PORT). Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
+    token_file: str | None = Field(None, min_length=1, description="File with the token of a served agent.")
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
     share: float = Field(
         1.0,
@@ -88,10 +92,17 @@ class PlayerSection(ConfigSection):
     @model_validator(mode="after")
     def _check_role(self) -> PlayerSection:
         if self.role == "fixed" and self.model is None:
-            raise ValueError("a fixed player needs a model: rule:random, script:module:function, a run or a checkpoint")
+            raise ValueError(
+                "a fixed player needs a model: rule:random, script:module:function, a run, a checkpoint or an address"
+            )
         unused = [key for key in ("config", "share") if key in self.model_fields_set]
         if self.role == "fixed" and unused:
             raise ValueError(f"a fixed player does not train: leave its {' and '.join(unused)} out")
+        served = (self.model or "").startswith(ADDRESS)
+        if served and "@" in urlsplit(self.model or "").netloc:
+            raise ValueError("an address has no user or password: write the token to a file and name it in token_file")
+        if self.token_file is not None and not (served and self.role == "fixed"):
+            raise ValueError("token_file is for a fixed player that is served: http://HOST:PORT")
         return self
 
 
@@ -189,7 +200,8 @@ class LeagueConfig(ConfigSection):
 
     name: ExperimentName = Field("league", description="Name of the league, the directory below leagues/.")
     env: str = Field(
-        description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, ludus/Arena-1v1-v0, module:function."
+        description="Environment with two sides: openspiel/leduc_poker, pettingzoo/…, ludus/Arena-1v1-v0, module:function; gamecore or "
+        "external for games that are programs of their own."
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
     run: str = Field("PPO", description="Algorithm of the training players, or module:Class.")
@@ -322,7 +334,7 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     problems: dict[ConfigProblem, None] = dict.fromkeys(_check_models(config, league))
     for name in config.learners():
         data = player_experiment(config, name, league)
-        found = _check_env(config) or validate.validate_experiment(data)
+        found = _check_env(config, league) or validate.validate_experiment(data)
         if not found:
             try:
                 resolved[name] = resolve(data)
@@ -360,28 +372,77 @@ def model_problem(player: str, model: str, error: LudusError) -> ConfigProblem:
 def find_rules(config: LeagueConfig) -> list[str] | None:
     """Scripts that the environment of the league has; None: it cannot be made, which its validation reports."""
     try:
-        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
-        return ["random", *(() if several else script_names(config.env))]
+        return ["random", *_game_facts(config).scripts]
     except (UsageError, EnvironmentFault):
         return None
 
 
-def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
-    """Problems of the environment: it needs two sides, and matches for the evaluation."""
+@dataclass(frozen=True)
+class _GameFacts:
+    """What a league can do in its environment."""
+
+    two_sides: bool
+    scripts: tuple[str, ...] = ()
+    """Scripts of the environment that can be players."""
+    evaluates: bool = False
+    """Players that do not learn can play against each other."""
+
+
+def _game_facts(config: LeagueConfig) -> _GameFacts:
+    """Raises UsageError, EnvironmentFault."""
+    if config.env == EXTERNAL:
+        return _GameFacts(two_sides=True)
+    if validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config}):
+        return _GameFacts(two_sides=True, evaluates=True)
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
+    two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
+    return _GameFacts(two_sides, script_names(config.env), is_arena(config.env))
+
+
+def _check_env(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    """Problems of the environment, its ports and the token files of players: it needs two sides, and matches for the evaluation."""
     try:
-        several = validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
-        two_sides = several or has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
-        evaluates = several or is_arena(config.env)
+        game = _game_facts(config)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
-    if not two_sides:
+    if not game.two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    if config.evaluated_pairs != "none" and not evaluates:
+    problems = _check_ports(config, league)
+    for name, player in config.players.items():
+        problems += _check_token_file(name, player)
+    if config.evaluated_pairs != "none" and not game.evaluates:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
-        return [ConfigProblem(sentence, "evaluation.pairs")]
+        problems.append(ConfigProblem(sentence, "evaluation.pairs"))
+    return problems
+
+
+def _check_ports(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
+    """Players of an external game that train at the same time need different ports."""
+    if config.env != EXTERNAL or config.parallel < 2:
+        return []
+    player_of: dict[Any, str] = {}
+    for name in config.learners():
+        port = (player_experiment(config, name, league)["config"].get("env_config") or {}).get(
+            "port", ExternalConfig.model_fields["port"].default
+        )
+        if port != 0 and port in player_of:
+            sentence = (
+                f"parallel is {config.parallel}, and {player_of[port]} and {name} listen on the same port {port}. "
+                f"Give each its own, {PLAYERS}.{name}.config: {{env_config: {{port: …}}}}, or set parallel to 1."
+            )
+            return [ConfigProblem(sentence, "parallel")]
+        player_of[port] = name
+    return []
+
+
+def _check_token_file(name: str, player: PlayerSection) -> list[ConfigProblem]:
+    path = f"{PLAYERS}.{name}.token_file"
+    try:
+        read_token(player.token_file)
+    except UsageError as error:
+        return [ConfigProblem(f"{path} is {player.token_file}: {error}", path)]
     return []
 
 

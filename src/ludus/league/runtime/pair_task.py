@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ludus.errors import LudusError
+from ludus.errors import LudusError, Unreachable
 from ludus.sampling.league_files import ResultSpool
+from ludus.sampling.league_policies import GiveUp
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +30,26 @@ class PairTask:
     opponent: str
     opponent_model: str
     matches: int
+    token_file: str = ""
+    """Files with the tokens of served addresses."""
+    opponent_token_file: str = ""
 
 
-def load_players(
-    task: PairTask, load: Callable[[str, Callable[[str], None]], Loaded], spool: ResultSpool
-) -> tuple[Loaded, Loaded]:
-    """Load both players; `load` is called with the model, and a function to report a later failure. Raises ModelUnusable."""
+Load = Callable[[str, str, GiveUp], Loaded]
+"""(model, token file or "", function to report a later failure) → the loaded player."""
 
-    def load_one(player: str, model: str) -> Loaded:
+
+def load_players(task: PairTask, load: Load[Loaded], spool: ResultSpool) -> tuple[Loaded, Loaded]:
+    """Load both players. A failure is reported to the coordinator. Raises ModelUnusable."""
+
+    def load_one(player: str, model: str, token_file: str) -> Loaded:
         give_up = functools.partial(spool.report_unusable, player, model)
         try:
-            return load(model, give_up)
+            return load(model, token_file, give_up)
         except (LudusError, OSError) as error:
             log.warning("the player %s cannot be evaluated: %s", player, error)
-            give_up(str(error))
+            give_up(str(error), isinstance(error, Unreachable))
             raise ModelUnusable(f"The player {player} cannot be evaluated: {error}") from error
 
-    return load_one(task.player, task.model), load_one(task.opponent, task.opponent_model)
+    own = load_one(task.player, task.model, task.token_file)
+    return own, load_one(task.opponent, task.opponent_model, task.opponent_token_file)

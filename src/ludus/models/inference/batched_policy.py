@@ -54,6 +54,8 @@ class Decision(NamedTuple):
     value: float
     state: State
     version: int
+    lost: bool = False
+    """There is no decision: the match has to be given up."""
 
 
 class DecisionRequest(NamedTuple):
@@ -133,7 +135,10 @@ def decide_rows(
     # Copies: a session keeps its state until its next tick, and a view would keep the whole batch alive.
     after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
     columns = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
-    return [Decision(*parts, version) for parts in zip(*columns, strict=True)]
+    decisions = [Decision(*parts, version) for parts in zip(*columns, strict=True)]
+    for row in () if acted.lost is None else np.flatnonzero(acted.lost).tolist():
+        decisions[row] = decisions[row]._replace(lost=True)
+    return decisions
 
 
 def stack_rows(trees: Sequence[Tree]) -> Tree:

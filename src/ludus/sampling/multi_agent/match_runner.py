@@ -98,6 +98,7 @@ class MatchRunner:
         self._source = copies.open_source(self._streams, central=central)
         self._steps: Ints = np.zeros(len(copies), np.int64)  # of the current matches
         self._seatings = [Seating({})] * len(copies)
+        self._given_up: set[int] = set()  # matches to abandon in this tick
         count = len(copies) * len(self._agents)
         self._rows = _Rows(count)
         self._models: list[str | None] = [None]  # _Rows.model counts them
@@ -127,8 +128,12 @@ class MatchRunner:
         started = clock()
         rows = source.acting_rows(playing)
         self._decide(rows)
+        if self._given_up:  # a player has no decision for these matches
+            self._abandon(sorted(self._given_up))
+            self._given_up.clear()
         decided = clock()
         active = ~source.over if playing is None else playing & ~source.over
+        rows = rows[active[rows // len(self._agents)]]
         step = source.step(playing)
         stepped = clock()
         self.times.environment_s += started - began + stepped - decided
@@ -157,12 +162,12 @@ class MatchRunner:
     def _begin(self, numbers: Sequence[int]) -> None:
         width = len(self._agents)
         for number in numbers:
-            seating = self._seatings[number] = self.seat_agents(number)
             rows = slice(number * width, (number + 1) * width)
+            self._reset_rows(np.arange(rows.start, rows.stop))  # before other players have the rows
+            seating = self._seatings[number] = self.seat_agents(number)
             self._rows.model[rows] = [self._model_number(seating.models[agent]) for agent in self._agents]
             self._rows.learns[rows] = [seating.recorded is None or agent in seating.recorded for agent in self._agents]
             self._rows.gained[rows] = 0.0
-            self._reset_rows(np.arange(rows.start, rows.stop))
             self._steps[number] = 0
             self._source.over[number] = False
         step = self._source.begin(numbers)
@@ -211,6 +216,8 @@ class MatchRunner:
         self._rows.acted[rows] = True
         self._rows.length[rows] += 1
         source.set_actions(rows, acted.action)
+        if acted.lost is not None:
+            self._given_up.update((rows[acted.lost] // width).tolist())
 
     def _draw_noise(self, model: str, rows: Ints) -> Array | None:
         width = len(self._agents)
@@ -266,11 +273,21 @@ class MatchRunner:
         recorder.finish(index[rows], step.departure_reward[ended], terminated, valued, observation, value)
 
     def _reset_rows(self, rows: Ints) -> None:
+        self._report_ends(rows)
         state = self._rows
         state.acted[rows], state.total[rows], state.length[rows] = False, 0.0, 0
         for parts in self._states.values():
             for part in parts:
                 part[rows] = 0
+
+    def _report_ends(self, rows: Ints) -> None:
+        """Call `on_episode_end` for the rows whose episodes have begun."""
+        width = len(self._agents)
+        for row in rows[self._rows.acted[rows]].tolist():
+            report = self._seatings[row // width].on_episode_end.get(self._agents[row % width])
+            if report is not None:
+                model = self._models[self._rows.model[row]]
+                report(tuple(part[row] for part in self._states.get(model or "", ())))
 
     def _abandon(self, numbers: Sequence[int]) -> None:
         """End matches where they are; the outcome of their last actions is unknown and not recorded."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ludus.models.inference.batched_policy import State
 from ludus.sampling.opponents import ZERO_SUM, is_zero_sum
 
 
@@ -20,6 +21,8 @@ class Seating:
     """Name of the opponent, for results."""
     on_finished: Callable[[FinishedMatch], None] | None = None
     """Called with the match when it is over; not if it fails or is cut."""
+    on_episode_end: Mapping[str, Callable[[State], None]] = field(default_factory=dict)
+    """Agent → called with its last recurrent state when its episode is over in any way."""
 
 
 SeatAgents = Callable[[int], Seating]
