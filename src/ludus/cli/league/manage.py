@@ -73,7 +73,7 @@ def match(
     trusts.note_run(directory)
     league = _read_experiment(directory) if env is None else None
     one, other = (_contestant(directory, _find_player(state, name), league) for name in (a, b))
-    settings = _battle_settings(league, games, seed)
+    settings = _battle_settings(league if mode is None else None, games, seed)
     settings = replace(
         settings,
         swap_sides=swap_sides,
@@ -98,9 +98,9 @@ def match(
 
 
 def _read_experiment(directory: Path) -> ResolvedExperiment | None:
-    """The experiment of a training player, for environment and sides; None: the league has no file. Raises UsageError.
+    """The experiment of a training player, for environment and sides; None: the league has no file.
 
-    Its environment has been imported afterwards, if it may be: the file of a league is stored data.
+    Imports the environment. Raises UsageError, also if the user does not trust it: the file of a league is stored data.
     """
     from ludus.experiments.resolve import resolve
     from ludus.league.runtime.league_file import LEAGUE_FILE, player_experiment, read_stored_league
@@ -127,7 +127,7 @@ def _contestant(directory: Path, player: Player, league: ResolvedExperiment | No
 
 
 def _battle_settings(league: ResolvedExperiment | None, games: int, seed: int) -> BattleSettings:
-    """In the Arena: as in the evaluation of the league."""
+    """In the Arena of a league: as in its evaluation."""
     from ludus.league.runtime.arena_evaluation import battle_settings, is_arena
     from ludus.tournament.settings import BattleSettings
 
