@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ludus.api import train as train
     from ludus.api import trainable as trainable
     from ludus.api import tune as tune
+    from ludus.envs.matches.vector_multi_agent import VectorMultiAgentEnv as VectorMultiAgentEnv
+    from ludus.envs.matches.vector_multi_agent import VectorMultiAgentStep as VectorMultiAgentStep
     from ludus.envs.registry import register_env as register_env
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
@@ -65,6 +67,8 @@ _MODULES = {
     "Result": "ludus.experiments.result",
     "RunAgent": "ludus.experiments.runs.run_agent",
     "TrainingRun": "ludus.experiments.control.callbacks",
+    "VectorMultiAgentEnv": "ludus.envs.matches.vector_multi_agent",
+    "VectorMultiAgentStep": "ludus.envs.matches.vector_multi_agent",
     "battle": "ludus.api",
     "evaluate": "ludus.api",
     "fake": "ludus.remote",
@@ -101,6 +105,8 @@ __all__ = [
     "Result",
     "RunAgent",
     "TrainingRun",
+    "VectorMultiAgentEnv",
+    "VectorMultiAgentStep",
     "__version__",
     "battle",
     "evaluate",

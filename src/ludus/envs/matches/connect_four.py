@@ -28,7 +28,8 @@ class ConnectFourEnv(VectorMultiAgentEnv):
     """Agents act in turn: they drop a stone into one of seven columns. Four stones in a row win 1 point from the other player.
 
     The observation has three planes of 6 × 7 squares, the lowest row first: stones of player 0, of player 1, empty squares, as in
-    OpenSpiel's connect_four. `egocentric_obs_tensor`: the first plane has the stones of the player who observes. Full columns are masked.
+    OpenSpiel's connect_four. `egocentric_obs_tensor`: the first plane has the stones of the other player, the second one those of the
+    player who observes. Full columns are masked.
     """
 
     metadata: Mapping[str, Any] = {"name": ENV_NAME, "render_modes": ["rgb_array"], "render_fps": 2}
@@ -40,8 +41,7 @@ class ConnectFourEnv(VectorMultiAgentEnv):
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"{ENV_NAME} has no render_mode {render_mode!r}.", "It renders rgb_array.")
         self.num_envs = num_envs
-        # [first plane, second plane] by observer
-        self._planes = np.array([[0, 1], [1, 0]]) if egocentric_obs_tensor else np.array([[0, 1], [0, 1]])
+        self._planes = np.array([[1, 0], [0, 1]] if egocentric_obs_tensor else [[0, 1], [0, 1]])  # [observer, player]
         self._stones = np.zeros((num_envs, PLAYERS), np.uint64)  # bit = column × _HEIGHT + row
         self._heights: Ints = np.zeros((num_envs, COLUMNS), np.int64)
         self._moves: Ints = np.zeros(num_envs, np.int64)

@@ -27,7 +27,8 @@ class VectorCentralState:
         self._seen: Tree = np.zeros((matches, len(agents) * size), np.float32)
 
     def reset(self, matches: Sequence[int]) -> None:
-        self._last.reshape(-1, self._width, self._last.shape[1])[list(matches)] = 0.0
+        first = np.array(matches, np.int64)[:, None] * self._width
+        self._last[(first + np.arange(self._width)).reshape(-1)] = 0.0
 
     def update(self, matches: VectorMatches, step: RowStep) -> None:
         """Take the present observations; departing agents are included, so that their last observation can be valued."""
@@ -36,7 +37,8 @@ class VectorCentralState:
             return
         rows = np.concatenate([step.turns, step.departures[step.observed]])
         self._last[rows] = flatten_rows(self._space, map_tree(lambda part: part[rows], matches.observation))
-        self._seen = self._last.reshape(matches.num, -1).copy()
+        touched = np.unique(rows // self._width)
+        self._seen[touched] = self._last.reshape(matches.num, -1)[touched]
         self._last[step.departures] = 0.0
 
     def combine(self, rows: Ints, observation: Tree) -> Tree:

@@ -183,6 +183,7 @@ class MatchRunner:
     def _decide(self, rows: Ints) -> None:
         """Choose and record the actions of rows, with one forward pass per model."""
         numbers = self._rows.model[rows]
+        self._rows.waits[rows] = False
         if len(rows) and (numbers == numbers[0]).all():
             self._decide_model(self._models[numbers[0]], rows)
             return
@@ -237,10 +238,14 @@ class MatchRunner:
         rows, turns = self._rows, step.turns
         rows.gained[turns] += step.turn_reward
         rows.total[turns] += step.turn_reward
-        rows.reward[turns] = step.turn_reward
-        known = turns[rows.acted[turns] & rows.learns[turns]]
+        rows.reward[turns], rows.waits[turns] = step.turn_reward, True
+        self._count_known(turns, 1)
+
+    def _count_known(self, rows: Ints, sign: int) -> None:
+        """Count the last actions of rows that act next: their outcome is known."""
+        known = rows[self._rows.acted[rows] & self._rows.learns[rows]]
         for model, (_, index) in self._recorders.items():
-            self.complete_steps[model] += int(np.count_nonzero(index[known] >= 0))
+            self.complete_steps[model] += sign * int(np.count_nonzero(index[known] >= 0))
 
     # -- ends of episodes -----------------------------------------------------------------------------------------------
 
@@ -275,7 +280,7 @@ class MatchRunner:
     def _reset_rows(self, rows: Ints) -> None:
         self._report_ends(rows)
         state = self._rows
-        state.acted[rows], state.total[rows], state.length[rows] = False, 0.0, 0
+        state.acted[rows], state.waits[rows], state.total[rows], state.length[rows] = False, False, 0.0, 0
         for parts in self._states.values():
             for part in parts:
                 part[rows] = 0
@@ -293,6 +298,7 @@ class MatchRunner:
         """End matches where they are; the outcome of their last actions is unknown and not recorded."""
         width = len(self._agents)
         rows = np.concatenate([np.arange(number * width, (number + 1) * width) for number in numbers])
+        self._count_known(rows[self._rows.waits[rows]], -1)
         learning = rows[self._rows.learns[rows]]
         for recorder, index in self._recorders.values():
             recorder.discard_pending(index[learning[index[learning] >= 0]])
@@ -304,8 +310,7 @@ class MatchRunner:
         recorder, index = self._recorders[model]
         own = np.flatnonzero((index >= 0) & self._rows.learns)
         own = own[recorder.open[index[own]]]
-        turns = self._source.acting_rows(None)
-        waits = np.isin(own, turns)
+        waits = self._rows.waits[own]
         recorder.cut_before_pending(index[own[~waits]])
         waiting = own[waits]
         if len(waiting):
@@ -353,6 +358,8 @@ class _Rows:
         self.learns: Bools = np.ones(count, np.bool_)
         """False while an opponent plays: its steps are not recorded, and its episodes not counted."""
         self.acted: Bools = np.zeros(count, np.bool_)
+        self.waits: Bools = np.zeros(count, np.bool_)
+        """Rows that act in the next tick."""
         self.reward: Returns = np.zeros(count)
         """Of rows that act now: since their last action."""
         self.total: Returns = np.zeros(count)
