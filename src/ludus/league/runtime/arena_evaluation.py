@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,23 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ludus.core import spaces
+from ludus.envs.opponents.lineups import Lineups
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
-from ludus.league.runtime.pair_task import PairTask, PolicySpaces, load_players
+from ludus.league.runtime.pair_task import PairTask, PolicySpaces, load_players, play_battle
 from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import ADDRESS, RULE, GiveUp, load_league_policies, load_league_policy
-from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant
-from ludus.tournament.result import MatchResult
 from ludus.tournament.settings import BattleSettings, Heroes
 
 if TYPE_CHECKING:
-    from ludus.games.arena.env.seats import ArenaOptions
-
-
-class _Stopped(Exception):
-    """The evaluation was asked to end."""
+    pass
 
 
 def is_arena(env: str) -> bool:
@@ -62,22 +56,13 @@ class ArenaPairs:
         settings = BattleSettings(
             games=task.matches,
             mode=f"{self._options.size}v{self._options.size}",
-            lineups=draw_lineups(self._options, task.matches, seed),
+            lineups=None if self._options.lineup is None else draw_lineups(self._options.lineups(), task.matches, seed),
             every=self._options.every,
             seconds=self._seconds,
             seed=seed,
             deterministic=False,
         )
-
-        def count(result: MatchResult) -> None:
-            if not result.failed:
-                gain = {None: 0.0, "a": 1.0, "b": -1.0}[result.winner]
-                self._spool.add(task.player, task.opponent, 0, 0.5 + 0.5 * gain, gain)
-            if interrupted():
-                raise _Stopped
-
-        with contextlib.suppress(_Stopped):
-            battle(a, b, settings, on_result=count)
+        play_battle((a, b), settings, None, task, self._spool, interrupted)
 
     def _load(self, model: str, token_file: str, give_up: GiveUp) -> Contestant:
         if model.startswith(ADDRESS):
@@ -92,11 +77,9 @@ class ArenaPairs:
         return TrainedContestant(model, policy)
 
 
-def draw_lineups(options: ArenaOptions, matches: int, seed: int) -> tuple[Heroes, ...] | None:
+def draw_lineups(lineups: Lineups, matches: int, seed: int) -> tuple[Heroes, ...] | None:
     """Line-ups for so many matches, drawn as in training; None: the default one."""
-    if options.lineup is None:
-        return None
-    lineups, random = options.lineups(), np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     lineups.begin(seed)
     found = [lineups.next(random, lambda generator: int(generator.integers(lineups.choices)))[1] for _ in range(matches)]
     return tuple(lineup for lineup in found if lineup is not None) or None

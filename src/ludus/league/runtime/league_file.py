@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
-from ludus.config.schema import EXTERNAL, ExternalConfig, PreprocessConfig
+from ludus.config.schema import EXTERNAL, GAMECORE, ExternalConfig, PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
 from ludus.core.plugins import did_you_mean
@@ -28,9 +28,10 @@ from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSetti
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
+from ludus.league.runtime.gamecore_evaluation import is_arena_game
 from ludus.league.state import LeagueSettings, SnapshotRule
 from ludus.protocol.spec import read_token
-from ludus.sampling.league_policies import ADDRESS, RULE
+from ludus.sampling.league_policies import ADDRESS, script_name
 
 LEAGUE_FILE: Final = "league.yaml"
 PLAYERS: Final = "players"
@@ -44,6 +45,7 @@ _RESET: Final[Mapping[PlayerRole, float]] = {
     PlayerRole.LEAGUE_EXPLOITER: 0.25,
 }
 _KEPT_CHECKPOINTS: Final = 3
+_ARENA: Final = "ludus/Arena-1v1-v0"
 _FEW_ROWS: Final = 12
 """Of an environment that is made to find out whether it has opponents."""
 
@@ -249,6 +251,11 @@ class LeagueConfig(ConfigSection):
         return LeagueSettings(matchmaking, rules, self.decay, self.elo_k, self.rating_window, seed=self.seed)
 
     @property
+    def one_script_per_match(self) -> bool:
+        """Whether two scripts of the game cannot play against each other: a gamecore server runs one in a match."""
+        return self.env == GAMECORE and not is_arena_game(_env_config(self))
+
+    @property
     def evaluated_pairs(self) -> Literal["all", "fixed", "none"]:
         return self.evaluation.pairs or ("all" if self.matchmaking.scheme == PSRO else "none")
 
@@ -336,10 +343,14 @@ class _GameFacts:
     """What a league can do in its environment."""
 
     two_sides: bool
-    scripts: tuple[str, ...] = ()
-    """Scripts of the environment that can be players."""
+    scripts: tuple[str, ...] | None = ()
+    """Scripts of the environment that can be players; None: not known."""
     evaluates: bool = False
     """Players that do not learn can play against each other."""
+
+
+def _env_config(config: LeagueConfig) -> dict[str, Any]:
+    return {**config.env_config, **(config.config.get("env_config") or {})}
 
 
 def _game_facts(config: LeagueConfig) -> _GameFacts:
@@ -350,6 +361,9 @@ def _game_facts(config: LeagueConfig) -> _GameFacts:
         return _GameFacts(two_sides=True, evaluates=True)
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
+    if config.env == GAMECORE:
+        scripts = ("", *script_names(_ARENA)) if is_arena_game(_env_config(config)) else None
+        return _GameFacts(two_sides=True, scripts=scripts, evaluates=True)
     two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
     return _GameFacts(two_sides, script_names(config.env), is_arena(config.env))
 
@@ -363,11 +377,11 @@ def _check_env(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
     if not game.two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    problems, known = _check_ports(config, league), ["random", *game.scripts]
+    problems, known = _check_ports(config, league), ["random", *(game.scripts or ())]
     for name, player in config.players.items():
         problems += _check_token_file(name, player)
-        script = (player.model or "").removeprefix(RULE)
-        if (player.model or "").startswith(RULE) and script not in known:
+        script = script_name(player.model or "")
+        if script is not None and game.scripts is not None and script not in known:
             path = f"{PLAYERS}.{name}.model"
             sentence = f"{path} is {player.model}; {config.env} has no such script. {did_you_mean(script, known)}"
             problems.append(ConfigProblem(sentence, path))
