@@ -47,7 +47,7 @@ def main() -> None:
     while waiting:
         waiting += play(waiting.pop(0), token)
         for match in waiting:
-            match["options"] = config["options"] | match["options"]
+            match["options"] = config["options"] | {"rule": "zero"} | match["options"]  # the default, unless it is given
             match["camps"] = [actor if camp else None for camp in match["camps"]]
 
 
@@ -92,6 +92,8 @@ def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
         for camp, session in sessions.items():
             chosen[camp] = session.hear()["action"]
             rewards[camp] = float(chosen[camp])
+    if options.get("rule"):  # a script plays the other camp
+        chosen |= {camp: int(options["rule"] == "one") for camp in (0, 1) if camp not in sessions}
     winner = max(chosen, key=lambda camp: chosen[camp]) if len(set(chosen.values())) > 1 or len(chosen) == 1 else None
     for camp, session in sessions.items():
         told = {"reward": rewards[camp], "terminated": True, "info": {"result": {"winner": winner, "ticks": length}}}

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -33,6 +33,9 @@ from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, p
 from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from ludus.envs.opponents.opponent_rows import ChooseScript
 
 log = logging.getLogger(__name__)
 
@@ -475,6 +478,7 @@ class VectorEnvironments(_RestartingEnvironments):
         super().__init__(name, env.num_envs, env.single_observation_space, env.single_action_space)
         self._env, self._make = env, recreate
         self._beat: Callable[[], None] = lambda: None
+        self._choose_script: ChooseScript = lambda match, match_id: None
         mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         if mode is AutoresetMode.DISABLED:
             raise EnvironmentFault(f"{name} does not reset by itself.", "Make it with autoreset_mode NEXT_STEP or SAME_STEP.")
@@ -530,10 +534,22 @@ class VectorEnvironments(_RestartingEnvironments):
         self._timesteps = timesteps
         _set_timesteps(self._env, timesteps)
 
+    def plays_script(self, name: str) -> bool:
+        """Whether a script of this name can play rows."""
+        env: Any = self._env.unwrapped
+        return bool(env.plays_script(name)) if hasattr(env, "plays_script") else name in getattr(env, "script_names", ())
+
     @property
-    def script_names(self) -> tuple[str, ...]:
-        """Scripts of the environment that can play rows."""
-        return tuple(getattr(self._env.unwrapped, "script_names", ()))
+    def current_matches(self) -> list[str] | None:
+        """By number of a match: the id of the one that has begun last. None: the environment does not tell; episodes are matches."""
+        return getattr(self._env.unwrapped, "current_matches", None)
+
+    def choose_scripts_by(self, choose: ChooseScript) -> None:
+        """Let `choose` decide about the opponents of matches, if the environment orders them in advance."""
+        self._choose_script = choose
+        env: Any = self._env.unwrapped
+        if hasattr(env, "choose_script"):
+            env.choose_script = choose
 
     def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Tree:
         """Return the actions of scripts in these rows now. Raises EnvironmentFault."""
@@ -558,6 +574,7 @@ class VectorEnvironments(_RestartingEnvironments):
         close_quietly(self._env)
         self._env = self._make()
         self.beat = self._beat
+        self.choose_scripts_by(self._choose_script)
         _set_timesteps(self._env, self._timesteps)
         return self.reset(None)
 

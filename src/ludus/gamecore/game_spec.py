@@ -87,6 +87,8 @@ class GameSpec:
     """Fields that the `start` of a session must contain."""
     mask_splits: tuple[int, ...] = ()
     """Offsets at which the mask inside an observation is split."""
+    scripts: tuple[str, ...] | None = None
+    """Names of the players of the game itself; "" is the default one. None: not known."""
     statistics: tuple[str, ...] = ()
     """Statistics per hero in the result of a match."""
     ticks_per_second: float = 0.0
@@ -134,6 +136,7 @@ def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Map
 
 def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """`keywords`: of the Arena's environments."""
+    from ludus.games.arena.bots.bots import BOTS
     from ludus.games.arena.engine import layout
     from ludus.games.arena.env import seats
     from ludus.games.arena.host.match_host import HERO_TABLE
@@ -193,6 +196,7 @@ def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, An
         max_frames=arena.limit(),
         expected_start=expected_start,
         mask_splits=tuple(np.cumsum(layout.options_of(size))[:-1].tolist()),
+        scripts=("", *BOTS),
         statistics=seats.STATISTICS,
         ticks_per_second=layout.TICKS_PER_SECOND,
     )

@@ -167,6 +167,8 @@ class MatchSlot:
     """Consecutive matches that were lost before their first decision."""
     over: bool = False
     """Whether the last step ended a match, so that the next step only begins another."""
+    match_id: str = ""
+    """Of the last match that has begun."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -362,7 +364,7 @@ class LiveMatches:
                 outcome.lost += slot.rows
                 return
             match = slot.current = slot.upcoming
-            slot.upcoming = None
+            slot.upcoming, slot.match_id = None, match.id
             if not was_over:
                 outcome.lost += slot.rows  # their actions of this step had no effect
             outcome.updates |= match.updates

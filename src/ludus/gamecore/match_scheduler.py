@@ -22,6 +22,7 @@ from gymnasium.utils.seeding import np_random
 
 from ludus.core.backoff import exponential_delay
 from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF
+from ludus.envs.opponents.opponent_rows import ChooseScript
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
 from ludus.gamecore.game_spec import ANY_RULE, CAMPS
 from ludus.gamecore.live_matches import LiveMatch, LiveMatches, MatchProcess, MatchSlot
@@ -94,6 +95,7 @@ class MatchScheduler:
         ]
         self.timesteps = 0
         """Training timesteps; they determine the options of later matches."""
+        self.choose_script: ChooseScript = lambda slot, match_id: None
         self.fault: EnvironmentFault | None = None
         """An error that retries cannot fix."""
         self.away_since: float | None = None
@@ -199,13 +201,16 @@ class MatchScheduler:
         """Draw the next match of a slot, and assign it to a process with free capacity or to a new one."""
         with self._matches.condition:
             draw = self._game.draw(self._random[slot.index])
+            match_id = f"{self._prefix}-{next(self._match_numbers)}"
+            script = self.choose_script(slot.index, match_id) if slot.kind == PAST else None
+            rule = draw.rule if script is None else script
             own, *others = slot.groups
-            rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
+            rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others and script is None else {})
             against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
             now = time.monotonic()
-            match = LiveMatch(f"{self._prefix}-{next(self._match_numbers)}", slot.index, rows, against, now)
+            match = LiveMatch(match_id, slot.index, rows, against, now)
             match.lineup = draw.lineup
-            drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
+            drawn = ({"rule": rule} if rule else {}) | ({"start": "lane"} if draw.lane else {})
             options = {**self._game.options, **self._game.scheduled_options(self.timesteps), **drawn}
             heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
             start_from = "any" if draw.repeats else self._defaults.start_from

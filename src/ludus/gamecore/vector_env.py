@@ -23,10 +23,11 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from ludus.core.spaces import ACTION_MASK
-from ludus.core.tree import Array, map_tree
+from ludus.core.spaces import ACTION_MASK, array_spec
+from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools, Floats, Ints
 from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents, outcome_names
+from ludus.envs.opponents.opponent_rows import ChooseScript
 from ludus.envs.vector_env import LOST
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore.game_spec import ARENA, MAX_MATCHES_PER_PROCESS, GameSpec, resolve_game
@@ -123,6 +124,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.beat: Callable[[], None] = lambda: None
+        self.choose_script: ChooseScript = lambda match, match_id: None
         self._reports_result: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
         """One row per group reports whether the match was won."""
         outcomes = outcome_names(self.game.opponents)
@@ -205,6 +207,21 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             results[f"_{PAST_VERSION}"] = over & self._reports_result & (against == PAST)
         return results
 
+    # -- scripts of the game as opponents
+
+    def plays_script(self, name: str) -> bool:
+        """Whether the game may have this script. Which ones a declared game has is not known here; `random` is not one of them."""
+        return name != "random" if self.game.scripts is None else name in self.game.scripts
+
+    @property
+    def current_matches(self) -> list[str]:
+        """By number of a match (`match_of_row`): the id of the one that has begun last; empty: none."""
+        return [slot.match_id for slot in self._backend.matches.slots] if self._backend is not None else [""] * len(self.slots)
+
+    def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Tree:
+        """Actions without effect: the game plays the rows itself."""
+        return map_tree(lambda spec: spec.zeros(len(rows)), array_spec(self.single_action_space, "action"))
+
     def set_timesteps(self, timesteps: int) -> None:
         """Set the training timesteps, which determine the scheduled options of later matches."""
         self._timesteps = timesteps
@@ -267,7 +284,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         client = self._addresses.make_client(self.game)
         slots = [MatchSlot(slot.index, slot.kind, slot.groups) for slot in self.slots]
         self._backend = _Backend(client, self.game, slots, self._addresses.gateway_host(client), self._limits.session_s)
-        self._backend.start(self._orders, self._seed, self._timesteps)
+        self._backend.start(
+            self._orders, self._seed, self._timesteps, lambda match, match_id: self.choose_script(match, match_id)
+        )
         self._first_step = True
         return self._backend
 
@@ -372,11 +391,11 @@ class _Backend:
         )
         self.gateway = ThreadedGateway(host, lambda: MatchActor(self.matches, parser), settings)
 
-    def start(self, orders: OrderDefaults, seed: int | None, timesteps: int) -> None:
+    def start(self, orders: OrderDefaults, seed: int | None, timesteps: int, choose_script: ChooseScript) -> None:
         actor = {"url": self.gateway.url, "token": self.token, "timeout_s": CAMP_S}
         self._game.lineups.begin(seed or 0)
         self.scheduler = MatchScheduler(self.client, self.matches, actor, orders, seed)
-        self.scheduler.timesteps = timesteps
+        self.scheduler.timesteps, self.scheduler.choose_script = timesteps, choose_script
         self.scheduler.start()
 
     def close(self) -> None:

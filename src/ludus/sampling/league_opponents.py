@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -22,7 +22,7 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.policy import Policy
 from ludus.sampling.league_files import LeagueOpponent, MatchmakingWatch, ResultSpool
-from ludus.sampling.league_policies import LeaguePolicies, load_league_policies
+from ludus.sampling.league_policies import LeaguePolicies, load_league_policies, script_name
 from ludus.sampling.match_opponents import MatchOpponent
 from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
 
@@ -77,19 +77,19 @@ class LeagueOpponents:
         like: Policy,
         steps: Callable[[], int],
         *,
-        scripts: Collection[str] = (),
+        plays_script: Callable[[str], bool] = lambda name: False,
         agents: Sequence[str] = (),
         period: int = 2_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`own_model`: the model that learns. `like`: its policy. `steps`: environment steps of this process so far.
 
-        `scripts`: models that the environment plays itself. They are not loaded, and a match has their name as its model. `agents`: names
-        of all agents; without names all are alike.
+        `plays_script`: whether the environment has a script of this name. Models that are such scripts are not loaded, and a match has
+        the model as it is. `agents`: names of all agents; without names all are alike.
         """
         self._league, self._player, self._own_model, self._like = league, player, own_model, actor_policy(like)
         self._policies, self._steps, self._period, self._clock = policies, steps, period, clock
-        self._scripts, self._agents = frozenset(scripts), tuple(agents)
+        self._plays_script, self._agents = plays_script, tuple(agents)
         self._watch = MatchmakingWatch(league, player)
         self._watch.update()
         self._generation = 0 if self._watch.current is None else self._watch.current.generation
@@ -111,7 +111,7 @@ class LeagueOpponents:
         on_finished = functools.partial(self._finish, name)
         if opponent is None or opponent.name == self._player:
             return MatchOpponent(LEAGUE, self._own_model, on_finished)
-        if opponent.model in self._scripts:
+        if self._is_script(opponent.model):
             return MatchOpponent(LEAGUE, opponent.model, on_finished)
         return self._loaded[opponent.model].as_opponent(on_finished)
 
@@ -120,6 +120,10 @@ class LeagueOpponents:
         if (now := self._clock()) >= self._report_at:
             self._report_at = now + _REPORT_S
             self._spool.flush()
+
+    def _is_script(self, model: str) -> bool:
+        name = script_name(model)
+        return name is not None and self._plays_script(name)
 
     def _finish(self, opponent: str, match: FinishedMatch) -> None:
         self._spool.add(self._player, opponent, self._generation, match.score, match.gain)
@@ -156,7 +160,7 @@ class LeagueOpponents:
         return usable[int(random.choice(len(usable), p=weights / weights.sum()))]
 
     def _load(self, opponent: LeagueOpponent, in_use: frozenset[str]) -> bool:
-        if opponent.name == self._player or opponent.model in self._scripts:
+        if opponent.name == self._player or self._is_script(opponent.model):
             return True
         if opponent.model in self._loaded:
             self._loaded[opponent.model] = self._loaded.pop(opponent.model)  # now the most recently used one

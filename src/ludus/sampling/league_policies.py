@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 RULE: Final = "rule:"
 """Prefix of a script of the environment."""
 RANDOM_RULE: Final = "rule:random"
+DEFAULT_RULE: Final = "rule"
+"""The default player of a game of a gamecore server."""
 SCRIPT: Final = trust.SCRIPT
 ADDRESS: Final = ("http://", "https://")
 """Prefixes of a served address."""
@@ -58,7 +60,7 @@ class ModelKind(Enum):
 
 def kind_of_model(model: str) -> ModelKind:
     """The kind of a player's model. Raises UsageError if no player of a league can have it."""
-    if model.startswith(RULE):
+    if model == DEFAULT_RULE or model.startswith(RULE):
         return ModelKind.RULE
     if model.startswith(SCRIPT):
         return ModelKind.SCRIPT
@@ -91,6 +93,18 @@ class PolicySpaces:
 
 Script = Callable[[Tree, Any], Any]
 """(observation, action mask or None) → action."""
+
+
+def script_name(model: str) -> str | None:
+    """The name of a script of the environment, empty for the default one; None: the model is something else."""
+    if model == DEFAULT_RULE:
+        return ""
+    return model.removeprefix(RULE) if model.startswith(RULE) else None
+
+
+def is_game_script(model: str) -> bool:
+    """Whether the model is a script of the environment, other than random actions."""
+    return script_name(model) is not None and model != RANDOM_RULE
 
 
 class GiveUp(Protocol):

@@ -6,6 +6,7 @@ environment for all rows that its own scripts play.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ludus.errors import ConfigError
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.weights.version_store import PolicySource
 from ludus.sampling.league_opponents import LEAGUE, LeagueOpponents, match_of_sides
-from ludus.sampling.league_policies import RULE, freeze_weights
+from ludus.sampling.league_policies import RULE, freeze_weights, script_name
 from ludus.sampling.match_opponents import MatchOpponent
 from ludus.sampling.self_play import FollowedSource, PolicyRowPlayer, join_rows
 
@@ -79,7 +80,7 @@ class LeagueRowPlayer(PolicyRowPlayer):
             DEFAULT_MODEL,
             source.policy,
             lambda: self._steps,
-            scripts=[f"{RULE}{name}" for name in environments.script_names],
+            plays_script=environments.plays_script,
             period=settings.period,
         )
         own = MatchOpponent(LEAGUE, DEFAULT_MODEL)
@@ -87,6 +88,12 @@ class LeagueRowPlayer(PolicyRowPlayer):
         self._groups: list[tuple[str | None, Ints]] = [(DEFAULT_MODEL, np.arange(rows))]
         """Rows that are played together: those of one policy, those with random actions (None), and all with scripts (RULE)."""
         self._action_space: gym.Space[Any] = environments.action_space
+        self._next: dict[int, MatchOpponent] = {}
+        """Of environments that order their matches in advance: the opponent of the next order, by number of the match."""
+        self._ordered: dict[int, dict[str, MatchOpponent]] = {match: {} for match in self._rows_of}
+        """Opponents of ordered matches, by number and id."""
+        self._match_ids: dict[int, str] = {}
+        environments.choose_scripts_by(self._choose_script)
 
     @property
     def versions(self) -> Ints:
@@ -99,7 +106,10 @@ class LeagueRowPlayer(PolicyRowPlayer):
         return np.array([opponent.model == DEFAULT_MODEL for opponent in self._opponents])
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
-        if first.any():
+        current = self._environments.current_matches
+        if current is not None:
+            first = self._seat_ordered_opponents(current)
+        elif first.any():
             self._choose_opponents(first)
         self._steps += len(self._rows_of)
         self._see(observation)
@@ -117,15 +127,54 @@ class LeagueRowPlayer(PolicyRowPlayer):
 
     def _choose_opponents(self, first: Bools) -> None:
         for rows in self._begun_matches(first):
-            self._end_episodes(rows)
-            in_use = frozenset(one.model for one in self._opponents if one.model is not None)
-            chosen = self._chooser.choose(self._random, in_use)
-            for row in rows.tolist():
-                self._opponents[row] = chosen
+            self._seat(rows, self._choose_opponent())
+        self._group_rows()
+
+    def _seat_ordered_opponents(self, current: Sequence[str]) -> Bools:
+        """Seat the opponents of matches that have begun, and choose those of the next orders. Returns the rows whose match begins."""
+        first: Bools = np.zeros(len(self._opponents), np.bool_)
+        for match, rows in self._rows_of.items():
+            if current[match] and current[match] != self._match_ids.get(match):
+                self._match_ids[match], first[rows] = current[match], True
+                begun = self._take_ordered(match, current[match])
+                if self._next[match] is begun:
+                    del self._next[match]
+                self._seat(rows, begun)
+            if match not in self._next:
+                self._next[match] = self._choose_opponent()
+        if first.any():
+            self._group_rows()
+        return first
+
+    def _take_ordered(self, match: int, match_id: str) -> MatchOpponent:
+        """The opponent of a match that has begun; earlier ones with its number never will."""
+        ordered = self._ordered[match]
+        for earlier in list(ordered):
+            opponent = ordered.pop(earlier)
+            if earlier == match_id:
+                return opponent
+        raise KeyError(match_id)
+
+    def _choose_script(self, match: int, match_id: str) -> str | None:
+        """Called on any thread when a match is ordered. Implements ChooseScript."""
+        opponent = self._ordered[match][match_id] = self._next[match]
+        return None if opponent.model is None else script_name(opponent.model)
+
+    def _choose_opponent(self) -> MatchOpponent:
+        ordered = (one for by_id in self._ordered.values() for one in list(by_id.values()))
+        known = (*self._opponents, *self._next.values(), *ordered)
+        return self._chooser.choose(self._random, frozenset(one.model for one in known if one.model is not None))
+
+    def _seat(self, rows: Ints, opponent: MatchOpponent) -> None:
+        self._end_episodes(rows)
+        for row in rows.tolist():
+            self._opponents[row] = opponent
+
+    def _group_rows(self) -> None:
         rows_of: dict[str | None, list[int]] = {}
         for row, opponent in enumerate(self._opponents):
             model = opponent.model
-            rows_of.setdefault(RULE if model is not None and model.startswith(RULE) else model, []).append(row)
+            rows_of.setdefault(RULE if model is not None and script_name(model) is not None else model, []).append(row)
         self._groups = [(model, np.array(together)) for model, together in rows_of.items()]
 
     def _end_episodes(self, rows: Ints) -> None:
@@ -142,7 +191,7 @@ class LeagueRowPlayer(PolicyRowPlayer):
             masks = [None if mask is None else mask[row] for row in rows]
             return stack([sample_action(self._action_space, one, self._random) for one in masks])
         if model == RULE:
-            return self._environments.script_actions(rows, [str(self._opponents[row].model).removeprefix(RULE) for row in rows])
+            return self._environments.script_actions(rows, [script_name(str(self._opponents[row].model)) or "" for row in rows])
         policy: ActingPolicy = self._newest_actor() if model == DEFAULT_MODEL else self._policies[model]
         states = self._policies.states(model, policy)
         begun = rows[first[rows]]

@@ -180,7 +180,7 @@ class PolicyRowPlayer:
         self._central = isinstance(source.policy.network, CentralNetwork)
         self._random = np.random.default_rng([seed, 1])  # separate from the sampler, which uses `seed`
         self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
-        self._rows_of = [np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())]
+        self._rows_of = {match: np.flatnonzero(match_of_row == match) for match in dict.fromkeys(match_of_row.tolist())}
         rows = len(match_of_row)
         self._observation: Tree = map_tree(lambda spec: spec.zeros(rows), spaces.array_spec(self._newest[1].observation_space))
 
@@ -190,7 +190,7 @@ class PolicyRowPlayer:
 
     def _begun_matches(self, first: Bools) -> Iterator[Ints]:
         """The rows of every match that begins; the rows of a match begin together."""
-        return (rows for rows in self._rows_of if first[rows[0]])
+        return (rows for rows in self._rows_of.values() if first[rows[0]])
 
     def _newest_actor(self) -> Policy:
         """The policy that the sampler uses now; it does not change within a block."""

@@ -119,11 +119,12 @@ def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path, model: str) -
 
 def test_battles_have_the_line_ups_of_training() -> None:
     pair = [[[107], [190]], [[190], [117]]]
-    drawn = draw_lineups(ArenaOptions(lineup=pair), 40, 0)
+    drawn = draw_lineups(ArenaOptions(lineup=pair).lineups(), 40, 0)
     assert drawn is not None
     assert set(drawn) == {((107,), (190,)), ((190,), (117,))}
-    assert draw_lineups(ArenaOptions(lineup={"cycle": pair}), 2, 0) != draw_lineups(ArenaOptions(lineup={"cycle": pair}), 2, 1)
-    assert draw_lineups(ArenaOptions(), 5, 0) is None
+    cycle = ArenaOptions(lineup={"cycle": pair}).lineups()
+    assert draw_lineups(cycle, 2, 0) != draw_lineups(cycle, 2, 1)
+    assert draw_lineups(ArenaOptions().lineups(), 5, 0) is None
 
 
 def problems(**sections: Any) -> list[str]:

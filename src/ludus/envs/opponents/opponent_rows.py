@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from ludus.envs.vector_env import Environments, Observations, StepResult
 
 
+ChooseScript = Callable[[int, str], str | None]
+"""(number of a match in `match_of_row`, id of the next one) → the script of the game that plays its other side, "" for the default one;
+None: opponent rows do. An environment with `current_matches` calls its attribute `choose_script` when it orders a match, on any thread.
+"""
+
+
 class RowPlayer(Protocol):
     """Plays the opponent rows, all rows of a match with the same opponent."""
 
@@ -94,10 +100,21 @@ class OpponentRows:
         """Whether the environment reports who has won, so that `RowPlayer.finish` is called."""
         return min(self._outcome_columns) >= 0
 
+    def plays_script(self, name: str) -> bool:
+        """Whether the environment has a script of this name that can play opponent rows."""
+        inner: Any = self._inner
+        return bool(inner.plays_script(name))
+
     @property
-    def script_names(self) -> tuple[str, ...]:
-        """Scripts of the environment that can play opponent rows."""
-        return tuple(getattr(self._inner, "script_names", ()))
+    def current_matches(self) -> list[str] | None:
+        """By number of a match: the id of the one that has begun last. None: the environment does not tell; episodes are matches."""
+        matches: list[str] | None = getattr(self._inner, "current_matches", None)
+        return matches
+
+    def choose_scripts_by(self, choose: ChooseScript) -> None:
+        """Let `choose` decide about the opponents of matches, if the environment orders them in advance."""
+        inner: Any = self._inner
+        inner.choose_scripts_by(choose)
 
     def script_actions(self, rows: Ints, scripts: Sequence[str]) -> Tree:
         """Return the actions of scripts in these opponent rows now. `scripts`: a name by row."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,23 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ludus.core import spaces
+from ludus.envs.opponents.lineups import Lineups
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
-from ludus.league.runtime.pair_task import PairTask, load_players
+from ludus.league.runtime.pair_task import PairTask, load_players, play_battle
 from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import ADDRESS, RULE, GiveUp, PolicySpaces, load_league_policies, load_league_policy
-from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant
-from ludus.tournament.result import MatchResult
 from ludus.tournament.settings import BattleSettings, Heroes
 
 if TYPE_CHECKING:
     from ludus.games.arena.env.seats import ArenaOptions
-
-
-class _Stopped(Exception):
-    """The evaluation was asked to end."""
 
 
 def is_arena(env: str) -> bool:
@@ -48,7 +42,7 @@ def battle_settings(env_config: Mapping[str, Any], games: int, seed: int) -> Bat
     return BattleSettings(
         games=games,
         mode=f"{options.size}v{options.size}",
-        lineups=draw_lineups(options, games, seed),
+        lineups=None if options.lineup is None else draw_lineups(options.lineups(), games, seed),
         every=options.every,
         seconds=max(1, round(options.limit() / TICKS_PER_SECOND)),
         seed=seed,
@@ -79,16 +73,7 @@ class ArenaPairs:
         """Play the matches of a task, from both sides in turn, and report their results. Raises ModelUnusable."""
         a, b = load_players(task, self._load, self._spool)
         settings = battle_settings(self._env_config, task.matches, seed)
-
-        def count(result: MatchResult) -> None:
-            if not result.failed:
-                gain = {None: 0.0, "a": 1.0, "b": -1.0}[result.winner]
-                self._spool.add(task.player, task.opponent, 0, 0.5 + 0.5 * gain, gain)
-            if interrupted():
-                raise _Stopped
-
-        with contextlib.suppress(_Stopped):
-            battle(a, b, settings, on_result=count)
+        play_battle((a, b), settings, None, task, self._spool, interrupted)
 
     def _load(self, model: str, token_file: str, give_up: GiveUp) -> Contestant:
         if model.startswith(ADDRESS):
@@ -103,11 +88,9 @@ class ArenaPairs:
         return TrainedContestant(model, policy)
 
 
-def draw_lineups(options: ArenaOptions, matches: int, seed: int) -> tuple[Heroes, ...] | None:
+def draw_lineups(lineups: Lineups, matches: int, seed: int) -> tuple[Heroes, ...] | None:
     """Line-ups for so many matches, drawn as in training; None: the default one."""
-    if options.lineup is None:
-        return None
-    lineups, random = options.lineups(), np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     lineups.begin(seed)
     found = [lineups.next(random, lambda generator: int(generator.integers(lineups.choices)))[1] for _ in range(matches)]
     return tuple(lineup for lineup in found if lineup is not None) or None

@@ -59,7 +59,7 @@ from ludus.league.spool import apply_spool
 from ludus.league.state import LeagueState, propose_snapshot
 from ludus.process.signals import StopSignal, stop_on_signals
 from ludus.sampling.league_files import LeagueOpponent, Matchmaking, write_matchmaking
-from ludus.sampling.league_policies import ADDRESS, RULE, SCRIPT
+from ludus.sampling.league_policies import ADDRESS, DEFAULT_RULE, RULE, SCRIPT
 
 log = logging.getLogger(__name__)
 
@@ -471,7 +471,7 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
 
 def _is_ready(model: str) -> bool:
     """Whether samplers can load the model as it is."""
-    return model.startswith((RULE, SCRIPT, f"{PLAYERS}/", *ADDRESS))
+    return model == DEFAULT_RULE or model.startswith((RULE, SCRIPT, f"{PLAYERS}/", *ADDRESS))
 
 
 def _token_file(section: PlayerSection) -> str:

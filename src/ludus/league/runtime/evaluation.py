@@ -11,9 +11,11 @@ from typing import Final
 import numpy as np
 import torch
 
+from ludus.config.schema import GAMECORE
 from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.validation.validate import is_multi_agent
 from ludus.league.runtime.arena_evaluation import ArenaPairs
+from ludus.league.runtime.gamecore_evaluation import GamecorePairs, is_arena_game
 from ludus.league.runtime.pair_task import ModelUnusable, PairTask, load_players
 from ludus.league.runtime.player_models import EVALUATION
 from ludus.sampling.episode_runner import episode_step_limit
@@ -39,9 +41,11 @@ def play_pairs(
     """
     env, config = resolved.experiment.env, resolved.config
     with contextlib.closing(ResultSpool(league, EVALUATION)) as spool, contextlib.ExitStack() as stack:
-        pairs: ArenaPairs | EnvPairs
+        pairs: ArenaPairs | EnvPairs | GamecorePairs
         if is_multi_agent(env, config.model_dump()):
             pairs = stack.enter_context(EnvPairs(league, resolved, max((task.matches for task in tasks), default=1), spool))
+        elif env == GAMECORE and not is_arena_game(config.env_config):
+            pairs = GamecorePairs(league, config.env_config, spool)
         else:
             pairs = ArenaPairs(league, config.env_config, spool)
         for number, task in enumerate(tasks):

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
-from ludus.config.schema import EXTERNAL, ExternalConfig, PreprocessConfig
+from ludus.config.schema import EXTERNAL, GAMECORE, ExternalConfig, PreprocessConfig
 from ludus.config.section import ConfigSection, ExperimentName
 from ludus.config.validation import parse_section
 from ludus.core import trust
@@ -27,6 +27,7 @@ from ludus.league.matchmaking import PSRO, SCHEMES, WEIGHTINGS, MatchmakingSetti
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_K
 from ludus.league.runtime.arena_evaluation import is_arena
+from ludus.league.runtime.gamecore_evaluation import is_arena_game
 from ludus.league.runtime.player_models import check_fixed_model, check_player_name
 from ludus.league.settings import LeagueSettings, SnapshotRule
 from ludus.protocol.spec import read_token
@@ -43,6 +44,7 @@ _RESET: Final[Mapping[PlayerRole, float]] = {
     PlayerRole.LEAGUE_EXPLOITER: 0.25,
 }
 _KEPT_CHECKPOINTS: Final = 3
+_ARENA: Final = "ludus/Arena-1v1-v0"
 _FEW_ROWS: Final = 12
 """Of an environment that is made to find out whether it has opponents."""
 
@@ -249,6 +251,11 @@ class LeagueConfig(ConfigSection):
         return LeagueSettings(matchmaking, rules, self.decay, self.elo_k, self.rating_window, seed=self.seed)
 
     @property
+    def one_script_per_match(self) -> bool:
+        """Whether two scripts of the game cannot play against each other: a gamecore server runs one in a match."""
+        return self.env == GAMECORE and not is_arena_game(_env_config(self))
+
+    @property
     def evaluated_pairs(self) -> Literal["all", "fixed", "none"]:
         return self.evaluation.pairs or ("all" if self.matchmaking.scheme == PSRO else "none")
 
@@ -370,9 +377,10 @@ def model_problem(player: str, model: str, error: LudusError) -> ConfigProblem:
 
 
 def find_rules(config: LeagueConfig) -> list[str] | None:
-    """Scripts that the environment of the league has; None: it cannot be made, which its validation reports."""
+    """Scripts that the environment of the league has; None: unknown, as those of a gamecore server are."""
     try:
-        return ["random", *_game_facts(config).scripts]
+        scripts = _game_facts(config).scripts
+        return None if scripts is None else ["random", *scripts]
     except (UsageError, EnvironmentFault):
         return None
 
@@ -382,10 +390,14 @@ class _GameFacts:
     """What a league can do in its environment."""
 
     two_sides: bool
-    scripts: tuple[str, ...] = ()
-    """Scripts of the environment that can be players."""
+    scripts: tuple[str, ...] | None = ()
+    """Scripts of the environment that can be players; None: not known."""
     evaluates: bool = False
     """Players that do not learn can play against each other."""
+
+
+def _env_config(config: LeagueConfig) -> dict[str, Any]:
+    return {**config.env_config, **(config.config.get("env_config") or {})}
 
 
 def _game_facts(config: LeagueConfig) -> _GameFacts:
@@ -396,6 +408,9 @@ def _game_facts(config: LeagueConfig) -> _GameFacts:
         return _GameFacts(two_sides=True, evaluates=True)
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
+    if config.env == GAMECORE:
+        scripts = ("", *script_names(_ARENA)) if is_arena_game(_env_config(config)) else None
+        return _GameFacts(two_sides=True, scripts=scripts, evaluates=True)
     two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
     return _GameFacts(two_sides, script_names(config.env), is_arena(config.env))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -11,6 +12,11 @@ from typing import TypeVar
 from ludus.errors import LudusError, Unreachable
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import GiveUp
+from ludus.tournament.battle import battle
+from ludus.tournament.contestants import Contestant
+from ludus.tournament.gamecore_matches import GameLocation
+from ludus.tournament.result import MatchResult
+from ludus.tournament.settings import BattleSettings
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,35 @@ class PairTask:
     token_file: str = ""
     """Files with the tokens of served addresses."""
     opponent_token_file: str = ""
+
+
+class _Stopped(Exception):
+    """The evaluation was asked to end."""
+
+
+def play_battle(
+    pair: tuple[Contestant, Contestant],
+    settings: BattleSettings,
+    location: GameLocation | None,
+    task: PairTask,
+    spool: ResultSpool,
+    interrupted: Callable[[], bool],
+) -> list[str]:
+    """Play a battle and report its results: a gain is 1, 0 or -1. Returns why matches have failed; these are not reported."""
+    failures = []
+
+    def count(result: MatchResult) -> None:
+        if result.failed:
+            failures.append(result.failed)
+        else:
+            gain = {None: 0.0, "a": 1.0, "b": -1.0}[result.winner]
+            spool.add(task.player, task.opponent, 0, 0.5 + 0.5 * gain, gain)
+        if interrupted():
+            raise _Stopped
+
+    with contextlib.suppress(_Stopped):
+        battle(*pair, settings, location=location, on_result=count)
+    return failures
 
 
 Load = Callable[[str, str, GiveUp], Loaded]

@@ -10,7 +10,7 @@ from typing import Final
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName, UsageError
 from ludus.models.policy import Policy
-from ludus.sampling.league_policies import RANDOM_RULE, RULE, SCRIPT, ModelKind, kind_of_model, load_script
+from ludus.sampling.league_policies import RANDOM_RULE, SCRIPT, ModelKind, kind_of_model, load_script, script_name
 from ludus.tournament.contestants import TrainedContestant, contestant
 
 EVALUATION: Final = "evaluation"
@@ -33,9 +33,9 @@ def check_fixed_model(model: str, league: Path, rules: Collection[str] | None, e
     `rules`: scripts that the environment `env` has; None: unknown.
     """
     kind = kind_of_model(model)
-    rule = model.removeprefix(RULE)
-    if kind is ModelKind.RULE and rules is not None and rule not in rules:
-        raise UnknownName(f"{env} has no such script.", did_you_mean(rule, rules))
+    script = script_name(model)
+    if script is not None and rules is not None and script not in rules:
+        raise UnknownName(f"{env} has no such script.", did_you_mean(script, rules))
     if kind is ModelKind.SCRIPT:
         load_script(league, model)
     return kind

@@ -10,6 +10,7 @@ from ludus.league.matchmaking import population
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
 from ludus.league.state import LeagueState
+from ludus.sampling.league_policies import is_game_script
 
 NO_PLAYER: Final = "no player can train"
 """Stop condition of a league whose training players are all retired or in quarantine."""
@@ -64,6 +65,9 @@ def missing_pairs(state: LeagueState, config: LeagueConfig) -> list[tuple[str, s
 
 def _pairs(state: LeagueState, config: LeagueConfig, names: Sequence[str]) -> list[tuple[str, str]]:
     pairs = list(combinations(names, 2))
+    if config.one_script_per_match:
+        scripts = {name for name in names if is_game_script(state.players[name].model)}
+        pairs = [pair for pair in pairs if not scripts.issuperset(pair)]
     if config.evaluated_pairs == "all":
         return pairs
     return [pair for pair in pairs if any(state.players[name].role is PlayerRole.FIXED for name in pair)]
