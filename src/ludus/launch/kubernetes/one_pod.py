@@ -1,0 +1,40 @@
+"""Shape `one pod`: a Job with one pod for the main role, and a Job for each process of the other roles. Pure."""
+
+from __future__ import annotations
+
+from ludus.launch.job import Job
+from ludus.launch.kubernetes import objects
+from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.pod import RolePod, main_job, process_job
+from ludus.launch.kubernetes.settings import KubernetesSettings
+
+ALONE_TTL_S = 86_400
+"""A finished pod uses no resources: its log is kept for a day."""
+
+HELPED_TTL_S = 3_600
+"""If nobody looks at a finished job, its other pods run until it is deleted."""
+
+
+def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> list[Manifest]:
+    """Return the objects of a job, its owner first."""
+    main = next(role for role in job.roles if role.name == job.main)
+    others = [role for role in job.roles if role is not main]
+    owner = main_job(RolePod(main), job, settings, identity, ttl_s=HELPED_TTL_S if others else ALONE_TTL_S)
+    found = [owner, *job_wide_objects(job, settings, identity, shared=bool(others))]
+    for role in others:
+        found += [process_job(RolePod(role, index), job, settings, identity) for index in range(role.count)]
+    return found
+
+
+def job_wide_objects(
+    job: Job, settings: KubernetesSettings, identity: str, *, shared: bool, secret_keys: tuple[str, ...] = (), opened: tuple[tuple[str, int], ...] = ()
+) -> list[Manifest]:
+    """Return the claim for runs, files, network policies, and the Secret, which comes last: pods wait for it.
+
+    `shared`: whether several pods use the claim.
+    """
+    found = objects.run_claim(job, identity, settings.storage, shared=shared)
+    if settings.files:
+        found.append(objects.file_map(identity, job.main, settings.files))
+    found += objects.network_policy(identity, job.main, settings, opened)
+    return [*found, objects.secret(identity, job.main, (objects.TOKEN, *job.secrets, *secret_keys))]
