@@ -25,7 +25,9 @@ CONNECT_S, ANSWER_S = 10.0, 30.0
 _PAGE = 500
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TRANSIENT = (429, 500, 502, 503, 504)
-_FORBIDDEN = re.compile(r'User "(?P<user>[^"]*)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]*)" in API group "(?P<group>[^"]*)"')
+_FORBIDDEN = re.compile(
+    r'User "(?P<user>[^"]*)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]*)" in API group "(?P<group>[^"]*)"'
+)
 
 log = logging.getLogger(__name__)
 
@@ -232,8 +234,12 @@ class KubernetesClient:
 
         configuration = client.Configuration()
         # Reads are repeated by urllib3. Writes are repeated only if no connection was made, since they may have happened.
-        configuration.retries = Retry(total=3, connect=3, read=2, backoff_factor=0.3, status_forcelist=_TRANSIENT, raise_on_status=False)
-        files = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path] or [str(Path.home() / ".kube/config")]
+        configuration.retries = Retry(
+            total=3, connect=3, read=2, backoff_factor=0.3, status_forcelist=_TRANSIENT, raise_on_status=False
+        )
+        files = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path] or [
+            str(Path.home() / ".kube/config")
+        ]
         if not any(Path(path).expanduser().exists() for path in files):
             if self._context or not os.environ.get("KUBERNETES_SERVICE_HOST"):
                 raise UsageError(
@@ -243,7 +249,8 @@ class KubernetesClient:
             self._load_pod_credentials(config, configuration)
         else:
             self._load_kubeconfig(config, configuration, os.pathsep.join(files))
-        return DynamicClient(client.ApiClient(configuration), discoverer=lambda *_: None)
+        requests: Any = DynamicClient  # untyped
+        return requests(client.ApiClient(configuration), discoverer=lambda *_: None)
 
     def _load_pod_credentials(self, config: Any, configuration: Any) -> None:
         try:
@@ -267,7 +274,8 @@ class KubernetesClient:
         if name not in known:
             given = f"has no context {name!r}" if name else "has no current context"
             raise UsageError(
-                f"The kubeconfig {given}.", f"Use one of: {', '.join(known) or 'none'} (--context, or `kubectl config use-context`)."
+                f"The kubeconfig {given}.",
+                f"Use one of: {', '.join(known) or 'none'} (--context, or `kubectl config use-context`).",
             )
         with _logged_errors() as errors:
             try:
@@ -289,6 +297,10 @@ class KubernetesClient:
 def translate(error: Any, verb: str, what: str, namespace: str) -> LudusError:
     """Translate an answer of the API server that is an error. `verb`, `what`: what was requested."""
     code, message = int(error.status or 0), status_message(error.body) or str(error.reason or "")
+    if code == 404 and message.startswith("namespaces "):
+        return UsageError(
+            f"There is no namespace {namespace}.", f"`kubectl create namespace {namespace}`, or choose another: --namespace."
+        )
     if code == 404:
         return UnknownName(f"There is no {what} in the namespace {namespace}: {message}.".replace("..", "."))
     if code == 401:
@@ -308,7 +320,9 @@ def translate(error: Any, verb: str, what: str, namespace: str) -> LudusError:
     if code in (400, 422):
         return UsageError(f"The API server refuses {what}: {message}")
     if code == 0:
-        return WorkerFailed(f"The connection to the API server failed: {_plain(message)}.", "Check its certificate and `kubectl cluster-info`.")
+        return WorkerFailed(
+            f"The connection to the API server failed: {_plain(message)}.", "Check its certificate and `kubectl cluster-info`."
+        )
     if code in _TRANSIENT:
         return WorkerFailed(f"The API server could not {verb} {what} ({code}): {message}", "Try again in a moment.")
     return WorkerFailed(f"The API server could not {verb} {what} ({code}): {message}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.errors import UsageError
@@ -23,7 +23,13 @@ RECORD = "ludus.dev/record"
 CANCELLED = "ludus.dev/cancelled"
 """Annotation of the owner once it is cancelled: `gracefully` or `now`."""
 
-TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = "token", "redis.conf", "credentials", "serve-token", "gamecore-token"  # noqa: S105
+TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
+    "token",
+    "redis.conf",
+    "credentials",
+    "serve-token",
+    "gamecore-token",
+)
 """Keys of the Secret that are not names of environment variables."""
 
 MAX_ID = 40
@@ -38,6 +44,23 @@ _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _FILE_KEY = re.compile(r"[^A-Za-z0-9._-]")
 
 
+@dataclass(frozen=True)
+class JobObjects:
+    """Objects of a job, its owner first. `hosts`: processes in the container of another one: `ray-0` → `main-0`.
+
+    `scaled`: roles whose number of pods may change. `extra_processes`: processes of roles that the launcher adds, such as Redis.
+    """
+
+    manifests: tuple[Manifest, ...]
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    scaled: tuple[str, ...] = ()
+    extra_processes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> Manifest:
+        return self.manifests[0]
+
+
 def job_id(name: str, suffix: str = "") -> str:
     """Return the id of a job, which is a DNS label: `train-CartPole-v1` → `train-cartpole-v1-x7k2p`."""
     stem = _UNSAFE.sub("-", name.lower()).strip("-")
@@ -50,7 +73,9 @@ def job_id(name: str, suffix: str = "") -> str:
 
 def id_suffix(number: int, length: int = 5) -> str:
     """Return a number as characters that form no words."""
-    return "".join(_SUFFIX_ALPHABET[(number // len(_SUFFIX_ALPHABET) ** place) % len(_SUFFIX_ALPHABET)] for place in range(length))
+    return "".join(
+        _SUFFIX_ALPHABET[(number // len(_SUFFIX_ALPHABET) ** place) % len(_SUFFIX_ALPHABET)] for place in range(length)
+    )
 
 
 def labels(identity: str, role: str, index: int | None = None) -> dict[str, str]:
@@ -73,22 +98,6 @@ def object_name(identity: str, role: str, index: int | None = None) -> str:
     stem = f"{identity}-{_UNSAFE.sub('-', role.lower()).strip('-')}"
     ending = "" if index is None else f"-{index}"
     return f"{stem[: 52 - len(ending)].rstrip('-')}{ending}"
-
-
-def encode_record(job: Job, submitted_at: float) -> str:
-    """Return the part of a job that its status needs, as JSON."""
-    main = next(role for role in job.roles if role.name == job.main)
-    record = {
-        "name": job.name,
-        "main": job.main,
-        "restart": main.restart,
-        "processes": {role.name: role.count for role in job.roles},
-        "restarts": {role.name: role.restart for role in job.roles},
-        "place": job.place,
-        "grace_s": job.grace_s,
-        "submitted_at": round(submitted_at, 3),
-    }
-    return json.dumps(record, ensure_ascii=False)
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------------
@@ -183,7 +192,9 @@ def run_claim_name(name: str) -> str:
     return object_name(job_id(name), "runs")
 
 
-def network_policy(identity: str, role: str, settings: KubernetesSettings, open_ports: Sequence[tuple[str, int]] = ()) -> list[Manifest]:
+def network_policy(
+    identity: str, role: str, settings: KubernetesSettings, open_ports: Sequence[tuple[str, int]] = ()
+) -> list[Manifest]:
     """Return the policies by which only pods of the job reach its pods. `open_ports`: (role, port) that everybody may reach."""
     if not settings.network_policy:
         return []

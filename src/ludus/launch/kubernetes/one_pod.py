@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.launch.job import Job
 from ludus.launch.kubernetes import objects
-from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.pod import RolePod, main_job, process_job
 from ludus.launch.kubernetes.settings import KubernetesSettings
 
@@ -15,7 +15,7 @@ HELPED_TTL_S = 3_600
 """If nobody looks at a finished job, its other pods run until it is deleted."""
 
 
-def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> list[Manifest]:
+def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
     """Return the objects of a job, its owner first."""
     main = next(role for role in job.roles if role.name == job.main)
     others = [role for role in job.roles if role is not main]
@@ -23,11 +23,17 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> lis
     found = [owner, *job_wide_objects(job, settings, identity, shared=bool(others))]
     for role in others:
         found += [process_job(RolePod(role, index), job, settings, identity) for index in range(role.count)]
-    return found
+    return JobObjects(tuple(found))
 
 
 def job_wide_objects(
-    job: Job, settings: KubernetesSettings, identity: str, *, shared: bool, secret_keys: tuple[str, ...] = (), opened: tuple[tuple[str, int], ...] = ()
+    job: Job,
+    settings: KubernetesSettings,
+    identity: str,
+    *,
+    shared: bool,
+    secret_keys: tuple[str, ...] = (),
+    opened: tuple[tuple[str, int], ...] = (),
 ) -> list[Manifest]:
     """Return the claim for runs, files, network policies, and the Secret, which comes last: pods wait for it.
 

@@ -296,16 +296,16 @@ def process_job(pod: RolePod, job: Job, settings: KubernetesSettings, identity: 
         "completions": 1,
         "parallelism": 1,
         "backoffLimit": 0 if never else 1000,
-        "template": pod_template(replace(pod, restart=pod.role.restart), job, settings, identity, "Never" if never else "OnFailure"),
+        "template": pod_template(
+            replace(pod, restart=pod.role.restart), job, settings, identity, "Never" if never else "OnFailure"
+        ),
     }
     name = objects.object_name(identity, pod.role.name, pod.index)
     metadata = objects.metadata(name, identity, pod.role.name, pod.index)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
-def deployment(
-    pod: RolePod, job: Job, settings: KubernetesSettings, identity: str, replicas: int, *, name: str = ""
-) -> Manifest:
+def deployment(pod: RolePod, job: Job, settings: KubernetesSettings, identity: str, replicas: int, *, name: str = "") -> Manifest:
     template = pod_template(pod, job, settings, identity, "Always")
     del template["metadata"]["labels"][objects.INDEX]  # its pods are alike
     return {
