@@ -21,10 +21,12 @@ from typing import Any
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName, UsageError
 from ludus.io.atomic_file import replace_json
+from ludus.io.yaml_documents import read_text
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.client import KubernetesClient
+from ludus.launch.kubernetes.fleet import redis_configuration
 from ludus.launch.kubernetes.objects import CANCELLED, JOB, JobObjects, Manifest
 from ludus.launch.kubernetes.pod import TERMINATION_MARGIN_S
 from ludus.launch.kubernetes.pod_logs import JobLogReader
@@ -43,13 +45,18 @@ from ludus.launch.kubernetes.status import (
     restart_count,
     seconds,
 )
+from ludus.transport.message_stream import PASSWORD
 
 log = logging.getLogger(__name__)
 
 SUBMIT_S = 300
 """If a submission is killed half way, Kubernetes ends the job after this many seconds."""
 
-_OWNERS = ("Job", "Deployment")
+SERVE_TOKEN, GAMECORE_TOKEN = "LUDUS_SERVE_TOKEN", "LUDUS_GAMECORE_TOKEN"
+"""Variables with the tokens of services, where they are not to be generated."""
+
+_OWNERS = ("Job", "Deployment", "RayJob")
+_MAX_CREDENTIALS = 100_000
 _POLL_S = 1.0
 _ATTEMPTS = 5
 _END_AGAIN_S = 30.0
@@ -202,7 +209,17 @@ class KubernetesOrchestrator:
 
     def _secret_values(self, job: Job, found: JobObjects) -> dict[str, str]:
         """Return the values of the Secret, from the environment and the files that the settings name. Raises UsageError."""
-        return {objects.TOKEN: secrets.token_hex(32), **{name: os.environ[name] for name in job.secrets}}
+        values = {objects.TOKEN: secrets.token_hex(32), **{name: os.environ[name] for name in job.secrets}}
+        keys = {key for manifest in found.manifests if manifest["kind"] == "Secret" for key in manifest["stringData"]}
+        if PASSWORD in keys:
+            values.setdefault(PASSWORD, secrets.token_hex(24))
+        if objects.REDIS_CONF in keys:
+            values[objects.REDIS_CONF] = redis_configuration(values[PASSWORD], self.settings.redis.memory)
+        if objects.CREDENTIALS in keys:
+            values[objects.CREDENTIALS] = read_text(Path(self.settings.storage.credentials), _MAX_CREDENTIALS)
+        for key, variable in ((objects.SERVE_TOKEN, SERVE_TOKEN), (objects.GAMECORE_TOKEN, GAMECORE_TOKEN)):
+            values[key] = os.environ.get(variable) or secrets.token_hex(24)
+        return values
 
     # -- ending
 
@@ -316,7 +333,12 @@ class KubernetesOrchestrator:
         return sorted(found, key=lambda event: seconds(event.get("lastTimestamp") or event.get("eventTime")))
 
     def _list(self, kind: str) -> Sequence[Manifest]:
-        found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}")
+        try:
+            found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}")
+        except UsageError:
+            if kind != "RayJob":  # the operator may not be installed, or not be for this user
+                raise
+            return []
         return [each | {"kind": kind} for each in found]  # the items of a list have none
 
     # -- logs

@@ -236,3 +236,24 @@ def cpu_autoscaler(identity: str, role: str, target: str, least: int, most: int,
             "targetCPUUtilizationPercentage": percent,
         },
     }
+
+
+def job_wide_objects(
+    job: Job,
+    settings: KubernetesSettings,
+    identity: str,
+    *,
+    shared: bool,
+    secret_keys: Sequence[str] = (),
+    open_ports: Sequence[tuple[str, int]] = (),
+) -> list[Manifest]:
+    """Return the claim for runs, files, network policies, and the Secret, which comes last: pods wait for it.
+
+    `shared`: whether several pods use the claim. `secret_keys`: further keys of the Secret.
+    """
+    found = run_claim(job, identity, settings.storage, shared=shared)
+    if settings.files:
+        found.append(file_map(identity, job.main, settings.files))
+    found += network_policy(identity, job.main, settings, open_ports)
+    credentials = [CREDENTIALS] if settings.storage.credentials else []
+    return [*found, secret(identity, job.main, dict.fromkeys((TOKEN, *job.secrets, *credentials, *secret_keys)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.launch.job import Job
 from ludus.launch.kubernetes import objects
-from ludus.launch.kubernetes.objects import JobObjects, Manifest
+from ludus.launch.kubernetes.objects import JobObjects
 from ludus.launch.kubernetes.pod import RolePod, main_job, process_job
 from ludus.launch.kubernetes.settings import KubernetesSettings
 
@@ -20,27 +20,7 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     main = next(role for role in job.roles if role.name == job.main)
     others = [role for role in job.roles if role is not main]
     owner = main_job(RolePod(main), job, settings, identity, ttl_s=HELPED_TTL_S if others else ALONE_TTL_S)
-    found = [owner, *job_wide_objects(job, settings, identity, shared=bool(others))]
+    found = [owner, *objects.job_wide_objects(job, settings, identity, shared=bool(others))]
     for role in others:
         found += [process_job(RolePod(role, index), job, settings, identity) for index in range(role.count)]
     return JobObjects(tuple(found))
-
-
-def job_wide_objects(
-    job: Job,
-    settings: KubernetesSettings,
-    identity: str,
-    *,
-    shared: bool,
-    secret_keys: tuple[str, ...] = (),
-    opened: tuple[tuple[str, int], ...] = (),
-) -> list[Manifest]:
-    """Return the claim for runs, files, network policies, and the Secret, which comes last: pods wait for it.
-
-    `shared`: whether several pods use the claim.
-    """
-    found = objects.run_claim(job, identity, settings.storage, shared=shared)
-    if settings.files:
-        found.append(objects.file_map(identity, job.main, settings.files))
-    found += objects.network_policy(identity, job.main, settings, opened)
-    return [*found, objects.secret(identity, job.main, (objects.TOKEN, *job.secrets, *secret_keys))]

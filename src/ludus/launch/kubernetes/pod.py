@@ -21,6 +21,7 @@ from ludus.process import job_env
 from ludus.storage.s3_url import S3Url
 
 USER = 10001
+GAMECORE_PORT, GAMECORE_HOST_KEY = 23432, "gamecore"
 WORK, RUNS, FILES, SECRETS = "/workspace", "/runs", "/etc/ludus/files", "/etc/ludus/secrets"
 ENV_SECRETS = "env"
 """Folder of SECRETS whose files are environment variables of the roles."""
@@ -45,7 +46,7 @@ class RolePod:
     """A pod for one process of a role. `beside`: processes (role, index) that run in the same container.
 
     `addresses`: variable → key of the address map. `restart`: how `pod_process` turns the exit code into one that the kubelet restarts.
-    `secret_files`: keys of the Secret, besides the variables and the token, that the pod gets.
+    `secret_files`: further keys of the Secret → paths below SECRETS. `image`: "": that of the job. `raw_command`: not by `pod_process`.
     """
 
     role: Role
@@ -55,8 +56,10 @@ class RolePod:
     addresses: Mapping[str, str] = field(default_factory=dict)
     restart: RoleRestart = "never"
     resources: PodResources | None = None
-    secret_files: tuple[str, ...] = ()
+    secret_files: Mapping[str, str] = field(default_factory=dict)
     needs_runs: bool = True
+    image: str = ""
+    raw_command: bool = False
     ports: Mapping[str, int] = field(default_factory=dict)
     probes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,19 +71,20 @@ def pod_template(pod: RolePod, job: Job, settings: KubernetesSettings, identity:
     """Return the pod template of a process of a role."""
     volumes, mounts = _volumes(pod, job, settings, identity)
     resources = pod.resources or settings.resources
-    environment = {"HOME": "/tmp", **pod.role.environment, **pod.environment}  # noqa: S108 # an emptyDir of the pod
+    environment = {**_common_environment(settings), **pod.role.environment, **pod.environment}
+    addresses = {**({GAMECORE_HOST: GAMECORE_HOST_KEY} if settings.gamecore.enabled else {}), **pod.addresses}
     container: Manifest = {
         "name": container_name(pod.role.name),
-        "image": settings.image.image,
-        "command": pod_command(pod, job, identity),
+        "image": pod.image or settings.image.image,
+        "command": list(pod.role.command) if pod.raw_command else pod_command(pod, job, identity),
         "workingDir": WORK,
-        "env": _variables(environment, pod.addresses, identity),
+        "env": _variables({} if pod.raw_command else environment, {} if pod.raw_command else addresses, identity),
         "resources": resource_limits(resources),
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": mounts,
     }
-    if settings.image.pull_policy:
+    if settings.image.pull_policy and not pod.raw_command:
         container["imagePullPolicy"] = settings.image.pull_policy
     if pod.ports:
         container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in pod.ports.items()]
@@ -179,6 +183,20 @@ def _pod_metadata(settings: KubernetesSettings, identity: str, role: str, index:
 # -- environment --------------------------------------------------------------------------------------------------------------
 
 
+def _common_environment(settings: KubernetesSettings) -> dict[str, str]:
+    """Return the variables of all pods of Ludus. HOME is an emptyDir: the root file system is read-only."""
+    found = {"HOME": "/tmp"}  # noqa: S108
+    if settings.storage.credentials:
+        found["LUDUS_S3_CREDENTIALS_FILE"] = f"{SECRETS}/{objects.CREDENTIALS}"
+    if settings.gamecore.enabled:
+        found |= {
+            "GAMECORE_SERVER_ADDR": f"$({GAMECORE_HOST}):{GAMECORE_PORT}",
+            "LUDUS_GAMECORE_TOKEN_FILE": f"{SECRETS}/{objects.GAMECORE_TOKEN}",
+            "LUDUS_ADVERTISE": f"$({POD_IP})",
+        }
+    return found
+
+
 def _variables(environment: Mapping[str, str], addresses: Mapping[str, str], identity: str) -> list[Manifest]:
     """Return the variables of a container. The address of the pod comes first: values may refer to earlier variables only."""
     found: list[Manifest] = [{"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
@@ -217,7 +235,7 @@ def _volumes(pod: RolePod, job: Job, settings: KubernetesSettings, identity: str
         {"name": "tmp", "emptyDir": {}},
         {"name": "workspace", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": resources.shm}},
-        {"name": "secrets", "secret": {"secretName": identity, "defaultMode": 0o440, "items": _secret_items(job, pod)}},
+        {"name": "secrets", "secret": {"secretName": identity, "defaultMode": 0o440, "items": _secret_items(job, pod, settings)}},
     ]
     mounts: list[Manifest] = [
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 # an emptyDir of the pod
@@ -229,7 +247,7 @@ def _volumes(pod: RolePod, job: Job, settings: KubernetesSettings, identity: str
         items = [{"key": objects.file_key(path), "path": path} for path in settings.files]
         volumes.append({"name": "files", "configMap": {"name": objects.object_name(identity, "files"), "items": items}})
         mounts.append({"name": "files", "mountPath": FILES, "readOnly": True})
-    if pod.needs_runs:
+    if pod.needs_runs and not settings.storage.url:
         volumes.append({"name": "runs", **_run_volume(settings.storage, job)})
         mounts.append({"name": "runs", "mountPath": RUNS})
     volumes += [dict(volume) for volume in settings.extras.volumes]
@@ -237,10 +255,13 @@ def _volumes(pod: RolePod, job: Job, settings: KubernetesSettings, identity: str
     return volumes, mounts
 
 
-def _secret_items(job: Job, pod: RolePod) -> list[Manifest]:
-    items = [{"key": objects.TOKEN, "path": objects.TOKEN}]
-    items += [{"key": name, "path": f"{ENV_SECRETS}/{name}"} for name in job.secrets]
-    return items + [{"key": key, "path": key} for key in pod.secret_files]
+def _secret_items(job: Job, pod: RolePod, settings: KubernetesSettings) -> list[Manifest]:
+    files = dict(pod.secret_files)
+    if not pod.raw_command:
+        files = {objects.TOKEN: objects.TOKEN, **{name: f"{ENV_SECRETS}/{name}" for name in job.secrets}, **files}
+        files |= {objects.CREDENTIALS: objects.CREDENTIALS} if settings.storage.credentials else {}
+        files |= {objects.GAMECORE_TOKEN: objects.GAMECORE_TOKEN} if settings.gamecore.enabled else {}
+    return [{"key": key, "path": path} for key, path in files.items()]
 
 
 def _run_volume(storage: RunStorage, job: Job) -> Manifest:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from ludus.launch.job import Job
-from ludus.launch.kubernetes import one_pod
+from ludus.launch.kubernetes import fleet, gamecore, one_pod, ray_cluster, serve
 from ludus.launch.kubernetes.objects import PLACEHOLDER, RECORD, JobObjects, Manifest
+from ludus.launch.kubernetes.plan import CommandLine, main_words
 from ludus.launch.kubernetes.settings import KubernetesSettings, check_settings
 from ludus.launch.kubernetes.status import JobRecord
 
@@ -26,11 +28,26 @@ _OWNER_NOTE = """# Rendered by `ludus submit --on kubernetes --render`. `kubectl
 def render_job(job: Job, settings: KubernetesSettings, identity: str, submitted_at: float = 0.0) -> JobObjects:
     """Return the objects of a job. Raises UsageError if the settings are invalid."""
     check_settings(settings)
-    found = one_pod.render_objects(job, settings, identity)
+    found = gamecore.add_server(_render_shape(job, settings, identity), job, settings, identity)
     ttl_s = int(found.owner["spec"].get("ttlSecondsAfterFinished", one_pod.ALONE_TTL_S))
     record = JobRecord.of(job, submitted_at, hosts=found.hosts, scaled=found.scaled, ttl_s=ttl_s)
+    record = replace(record, processes={**record.processes, **found.extra_processes})
     found.owner["metadata"]["annotations"] = {RECORD: record.to_json()}
     return found
+
+
+def _render_shape(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
+    command = CommandLine(main_words(job))
+    if command.words[:1] == ("serve",):
+        port = int(command.value("--port", "-p") or serve.PORT)
+        return serve.render_objects(job, settings, identity, port=port, tls=command.value("--tls-cert") is not None)
+    if command.words[:2] == ("gamecore", "serve"):
+        return gamecore.render_service(job, settings, identity)
+    if fleet.is_fleet(job):
+        return fleet.render_objects(job, settings, identity)
+    if job.ray:
+        return ray_cluster.render_objects(job, settings, identity)
+    return one_pod.render_objects(job, settings, identity)
 
 
 def to_files(objects: JobObjects) -> dict[str, str]:

@@ -84,7 +84,7 @@ class PodExtras:
 class RunStorage:
     """Where runs are kept: an S3 URL, an existing claim, a claim to create, an NFS export, or nowhere (all fields empty).
 
-    A created claim is not deleted with the job.
+    A created claim is not deleted with the job. `credentials`: a file on this machine, like ~/.aws/credentials, for the pods.
     """
 
     url: str = ""
@@ -93,6 +93,7 @@ class RunStorage:
     nfs: str = ""
     storage_class: str = ""
     access_mode: str = ""
+    credentials: str = ""
 
     @property
     def is_volume(self) -> bool:

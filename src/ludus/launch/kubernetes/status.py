@@ -144,6 +144,8 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
         )
     if snapshot.is_service:
         return None
+    if snapshot.owner["kind"] == "RayJob":
+        return _ray_job_end(snapshot.owner)
     if condition := _condition(snapshot.owner, "Complete"):
         return "succeeded", 0, ""
     if alive:
@@ -162,6 +164,16 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
     if not _is_final(code, record.restart, newest):
         return None
     return "failed", code, _end_reason(newest, record.main)
+
+
+def _ray_job_end(owner: Manifest) -> tuple[JobState, int, str] | None:
+    """Return how a RayJob ended, from what the operator wrote; it knows no exit code."""
+    status = owner.get("status") or {}
+    if status.get("jobStatus") == "SUCCEEDED":
+        return "succeeded", 0, ""
+    if status.get("jobStatus") in ("FAILED", "STOPPED") or status.get("jobDeploymentStatus") in ("Failed", "ValidationFailed"):
+        return "failed", 1, str(status.get("message") or status.get("reason") or status.get("jobStatus"))
+    return None
 
 
 def _is_final(code: int, restart: RoleRestart, pod: Manifest) -> bool:
