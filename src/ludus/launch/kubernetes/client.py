@@ -243,7 +243,7 @@ class KubernetesClient:
         if not any(Path(path).expanduser().exists() for path in files):
             if self._context or not os.environ.get("KUBERNETES_SERVICE_HOST"):
                 raise UsageError(
-                    f"There is no kubeconfig: {' and '.join(files)} do not exist.",
+                    f"There is no kubeconfig: {' and '.join(files)} {'does' if len(files) == 1 else 'do'} not exist.",
                     "Set KUBECONFIG, or let your provider write one: `aws eks update-kubeconfig`, `gcloud container clusters get-credentials`, `kind export kubeconfig`.",
                 )
             self._load_pod_credentials(config, configuration)

@@ -49,6 +49,7 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     keys = (PASSWORD, objects.REDIS_CONF) if own_redis else ()
     found += objects.job_wide_objects(job, settings, identity, shared=True, secret_keys=keys)
     if own_redis:
+        found[-1]["stringData"][objects.REDIS_CONF] = redis_configuration(objects.PLACEHOLDER, settings.redis.memory)
         found += redis_server(roles[MEMORY], job, settings, identity)
     found.append(pod.deployment(worker, job, settings, identity, count.least))
     if count.scales:
