@@ -38,7 +38,7 @@ MAX_RESTARTS = 6
 KILLED_CODES = (130, 134, 135, 136, 137, 139, 143)
 """Exit codes of a process that was interrupted (130, after a checkpoint) or killed: abort, bus error, FPE, kill, segmentation fault, term."""
 
-_EXPANSION = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)?")
+_DOLLARS = re.compile(r"(\$+)(\([A-Za-z0-9_]*)?")
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,15 @@ def grace_period_s(grace_s: float) -> int:
 
 
 def escape(text: str) -> str:
-    """Keep Kubernetes from expanding $(NAME) in a command or a variable, except for the names that it is meant to expand."""
-    return _EXPANSION.sub(lambda found: found[0] if found[1] in REFERENCES else f"$${found[0][1:]}", text)
+    """Keep Kubernetes from changing a command or a variable, where $(NAME) is a variable and $$ a dollar, except for the references."""
+
+    def double(found: re.Match[str]) -> str:
+        dollars, name = found[1], found[2]
+        if len(dollars) == 1 and (name is None or name[1:] in REFERENCES):
+            return found[0]
+        return dollars * 2 + (name or "")
+
+    return _DOLLARS.sub(double, text)
 
 
 def _format_cpus(cpus: float) -> str:
