@@ -129,7 +129,11 @@ class ApiServer:
                 return 200, {"gitVersion": self.version}
             if parts[0] == "apis" and len(parts) == 3:
                 api = "/".join(parts[1:])
-                return (200, {"kind": "APIResourceList"}) if api in self.apis else _error(404, "the server could not find the requested resource")
+                return (
+                    (200, {"kind": "APIResourceList"})
+                    if api in self.apis
+                    else _error(404, "the server could not find the requested resource")
+                )
             if parts[-1] == "selfsubjectaccessreviews":
                 assert body is not None
                 asked = body["spec"]["resourceAttributes"]

@@ -185,7 +185,9 @@ def test_a_service_selects_pods_that_exist() -> None:
 def test_no_secret_is_rendered(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     credentials = tmp_path / "credentials"
     credentials.write_text(f"[default]\naws_secret_access_key = {SECRET}\n")
-    environ = {variable: f"{SECRET}-{variable}" for variable in ("LICENCE_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", PASSWORD)}
+    environ = {
+        variable: f"{SECRET}-{variable}" for variable in ("LICENCE_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", PASSWORD)
+    }
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
     found, words = config(name)
@@ -248,16 +250,30 @@ def test_an_id_is_a_dns_label() -> None:
 
 
 def test_the_record_of_a_job_survives_unknown_and_missing_keys() -> None:
-    job = Job("trial", (Role("main", ("true",), restart="on-failure"), Role("worker", ("true",), 2)), "main", place="s3://a/b", grace_s=7)
+    job = Job(
+        "trial",
+        (Role("main", ("true",), restart="on-failure"), Role("worker", ("true",), 2)),
+        "main",
+        place="s3://a/b",
+        grace_s=7,
+    )
     owner = render_job(job, KubernetesSettings(image=PodImage(IMAGE)), "trial-abc", 12.5).owner
     record = JobRecord.from_owner(owner)
-    assert (record.name, record.main, record.restart, record.processes) == ("trial", "main", "on-failure", {"main": 1, "worker": 2})
+    assert (record.name, record.main, record.restart, record.processes) == (
+        "trial",
+        "main",
+        "on-failure",
+        {"main": 1, "worker": 2},
+    )
     assert (record.place, record.grace_s, record.submitted_at) == ("s3://a/b", 7, 12.5)
     annotations = owner["metadata"]["annotations"]
     annotations[objects.RECORD] = annotations[objects.RECORD].replace('"grace_s"', '"of_a_later_version"')
     assert JobRecord.from_owner(owner).name == "trial"
     annotations[objects.RECORD] = "{"
-    assert JobRecord.from_owner(owner | {"metadata": owner["metadata"] | {"creationTimestamp": "1970-01-01T00:01:00Z"}}).submitted_at == 60
+    assert (
+        JobRecord.from_owner(owner | {"metadata": owner["metadata"] | {"creationTimestamp": "1970-01-01T00:01:00Z"}}).submitted_at
+        == 60
+    )
 
 
 def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +288,11 @@ def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.Monk
     sent = yaml.safe_load(files["configmap-train-experiment-files.yaml"])
     assert sent["data"] == {"model__net.py": "class Net: ...\n", "experiment.yaml": "x:\n  env: CartPole-v1\n"}
     assert sent["binaryData"] == {"weights.bin": "/wA="}
-    volume = next(each for each in yaml.safe_load(files["job-train-experiment.yaml"])["spec"]["template"]["spec"]["volumes"] if each["name"] == "files")
+    volume = next(
+        each
+        for each in yaml.safe_load(files["job-train-experiment.yaml"])["spec"]["template"]["spec"]["volumes"]
+        if each["name"] == "files"
+    )
     assert {"key": "model__net.py", "path": "model/net.py"} in volume["configMap"]["items"]
     (tmp_path / "weights.bin").write_bytes(bytes(objects.MAX_FILES_BYTES))
     with pytest.raises(UsageError, match="ConfigMap has room"):

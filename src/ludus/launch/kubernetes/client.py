@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 from ludus.launch.kubernetes.objects import Manifest
 
@@ -248,7 +250,7 @@ class KubernetesClient:
                 )
             self._load_pod_credentials(config, configuration)
         else:
-            self._load_kubeconfig(config, configuration, os.pathsep.join(files))
+            self._load_kubeconfig(config, configuration, files)
         requests: Any = DynamicClient  # untyped
         return requests(client.ApiClient(configuration), discoverer=lambda *_: None)
 
@@ -264,22 +266,18 @@ class KubernetesClient:
             self._namespace = self._namespace or (_SERVICE_ACCOUNT / "namespace").read_text().strip()
         self._namespace = self._namespace or "default"
 
-    def _load_kubeconfig(self, config: Any, configuration: Any, files: str) -> None:
-        try:
-            contexts, current = config.list_kube_config_contexts(files)
-        except config.ConfigException as error:
-            raise UsageError(f"The kubeconfig cannot be used: {_plain(error)}.", "`kubectl config view` shows it.") from error
-        known = {str(context["name"]): context["context"] for context in contexts}
-        name = self._context or str((current or {}).get("name", ""))
+    def _load_kubeconfig(self, config: Any, configuration: Any, files: Sequence[str]) -> None:
+        known, current = read_contexts(files)
+        name = self._context or current
         if name not in known:
             given = f"has no context {name!r}" if name else "has no current context"
-            raise UsageError(
-                f"The kubeconfig {given}.",
-                f"Use one of: {', '.join(known) or 'none'} (--context, or `kubectl config use-context`).",
-            )
+            hint = f"Use one of: {', '.join(known) or 'none'} (--context, or `kubectl config use-context`)."
+            raise UsageError(f"The kubeconfig {given}.", hint)
         with _logged_errors() as errors:
             try:
-                config.load_kube_config(files, context=name, client_configuration=configuration, persist_config=False)
+                config.load_kube_config(
+                    os.pathsep.join(files), context=name, client_configuration=configuration, persist_config=False
+                )
             except config.ConfigException as error:
                 raise UsageError(f"The context {name} cannot be used: {_plain(error)}.") from error
         if errors:  # the library logs the failure of a credential plugin and continues without credentials
@@ -288,7 +286,28 @@ class KubernetesClient:
                 "Log in again with the tool of your provider; `kubectl get pods` must work.",
             )
         self._context = name
-        self._namespace = self._namespace or str(known[name].get("namespace") or "default")
+        self._namespace = self._namespace or known[name]
+
+
+def read_contexts(files: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Return context → its namespace, and the current context, of kubeconfig files, of which the first has precedence.
+
+    Raises UsageError.
+    """
+    known: dict[str, str] = {}
+    current = ""
+    for path in files:
+        try:
+            data = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")) or {}
+            current = current or str(data.get("current-context") or "")
+            for entry in data.get("contexts") or ():
+                known.setdefault(str(entry["name"]), str((entry.get("context") or {}).get("namespace") or "default"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
+            why = " ".join(str(error).split())
+            raise UsageError(f"The kubeconfig {path} cannot be used: {why}.", "`kubectl config view` shows it.") from error
+    return known, current
 
 
 # -- errors -------------------------------------------------------------------------------------------------------------------
