@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 SUBMIT_S = 300
 """If a submission is killed half way, Kubernetes ends the job after this many seconds."""
 
+DEADLINE_VERSION = (1, 22)
 SERVE_TOKEN, GAMECORE_TOKEN = "LUDUS_SERVE_TOKEN", "LUDUS_GAMECORE_TOKEN"
 """Variables with the tokens of services, where they are not to be generated."""
 
@@ -60,6 +61,7 @@ _MAX_CREDENTIALS = 100_000
 _POLL_S = 1.0
 _ATTEMPTS = 5
 _END_AGAIN_S = 30.0
+_LOST_S = 15.0
 _PLACES = "kubernetes.json"
 _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -71,6 +73,7 @@ class KubernetesOrchestrator:
         self.settings = settings or KubernetesSettings()
         self._client = KubernetesClient(self.settings.context, self.settings.namespace)
         self._ended: dict[str, float] = {}
+        self._version: tuple[int, int] | None = None
 
     # -- the protocol
 
@@ -240,6 +243,13 @@ class KubernetesOrchestrator:
         if snapshot.owner["kind"] == "Job" and not any(each.get("type") in ("Complete", "Failed") for each in conditions):
             self._patch_if_exists("Job", snapshot.id, {"spec": {"backoffLimit": 0}})
 
+    def _keeps_pods(self) -> bool:
+        """Whether a pod that is ended by a deadline reports its exit code. Kubelets before 1.22 report nothing after the deadline."""
+        if self._version is None:
+            numbers = [int(number) for number in re.findall(r"\d+", self._client.version())[:2]]
+            self._version = (numbers[0], numbers[1]) if len(numbers) == 2 else DEADLINE_VERSION
+        return self._version >= DEADLINE_VERSION
+
     def _stop_main(self, snapshot: JobSnapshot) -> None:
         """Request the end of the main role. Its pod is not deleted: its exit code and its log are kept."""
         if snapshot.is_service:
@@ -260,7 +270,10 @@ class KubernetesOrchestrator:
             if name == snapshot.id or (job.get("status") or {}).get("conditions"):
                 continue
             self._patch_if_exists("Job", name, {"spec": {"backoffLimit": 0}})
-            started = [self._end_pod(pod, delay_s) for pod in snapshot.pods if pod_label(pod, "job-name") == name]
+            pods = [pod for pod in snapshot.pods if pod_label(pod, "job-name") == name]
+            if pods and delay_s and not self._keeps_pods():
+                continue  # the next client ends it, after main
+            started = [self._end_pod(pod, delay_s) for pod in pods]
             if not started or not all(started):
                 self._client.delete("Job", name)
         if set(JobRecord.from_owner(snapshot.owner).processes) == {main} and not snapshot.is_service:
@@ -284,14 +297,20 @@ class KubernetesOrchestrator:
                 self._scale(kind, workload["metadata"]["name"], 0)
         for pod in self._client.list("Pod", selected):
             if not has_ended(pod, time.time()):
-                # Not 0: then the pod disappears before its processes have ended. A pod on a lost node is forced by the second call.
-                self._client.delete("Pod", pod["metadata"]["name"], grace_s=0 if pod["metadata"].get("deletionTimestamp") else 1)
+                # Not 0, by which a pod disappears before its processes have ended, unless its node does not answer.
+                due = seconds(pod["metadata"].get("deletionTimestamp"))
+                self._client.delete("Pod", pod["metadata"]["name"], grace_s=0 if 0 < due < time.time() - _LOST_S else 1)
 
     def _end_pod(self, pod: Manifest, delay_s: float) -> bool:
-        """Let the kubelet end a pod after a delay: SIGTERM, then SIGKILL after its grace period. Returns False if it has not started."""
+        """Let the kubelet end a pod after a delay: SIGTERM, then SIGKILL after its grace period.
+
+        Returns False if that is not possible, because the pod has not started, or the server is too old: its Job must be ended.
+        """
         started = (pod.get("status") or {}).get("startTime")
         if has_ended(pod, time.time()):
             return True
+        if not self._keeps_pods():
+            return False
         if not started or not ({"running", "terminated"} & container_state(pod).keys() or restart_count(pod)):
             return False
         deadline = int(max(1.0, time.time() - seconds(started) + delay_s if delay_s else 1.0))

@@ -189,8 +189,13 @@ def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord) -> 
     problems = _problems(snapshot, record)
     if snapshot.cancelled:
         problems = ["it is being cancelled", *problems]
-    elif not running and not snapshot.pods_of(record.main):
-        problems = [_creation_problem(snapshot) or "its pod is being created", *problems]
+    elif not running:
+        pods = snapshot.pods_of(record.main)
+        if not pods:
+            problems = [_creation_problem(snapshot) or "its pod is being created", *problems]
+        ended = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
+        if ended and not snapshot.is_service:
+            problems = [f"{_end_reason(ended[-1], record.main)}; it is started again", *problems]
     return replace(status, state="running" if running else "pending", reason="; ".join(problems))
 
 
@@ -320,8 +325,8 @@ def _container_status(pod: Manifest) -> Mapping[str, Any]:
 def pod_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
     """Return why a pod does not run, or will not for long; "" if it does."""
     status = pod.get("status") or {}
-    if status.get("phase") == "Failed":
-        return _disruption(pod) or _ended_reason(pod)
+    if status.get("phase") in ("Failed", "Succeeded"):
+        return ""
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"no node can run it: {condition.get('message') or condition.get('reason')}"
