@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludus.compat.coach.fleet_ini import KEYS, MEMORIES, STORES, read_fleet_file
-from ludus.launch.job import PLANNED
+from ludus.launch.job import ORCHESTRATORS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
 
@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 def test_the_documented_keys_are_complete() -> None:
     table = PAGE[PAGE.index("| key |") : PAGE.index("Relative file names are resolved")]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(KEYS)
-    for value in (*MEMORIES, *STORES, *PLANNED):
+    for value in (*MEMORIES, *STORES, *ORCHESTRATORS):
         assert f"`{value}`" in table
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -25,7 +26,21 @@ from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError, UsageError
 from ludus.io.yaml_documents import parse_yaml, read_text
 from ludus.launch.hostfile import load_hostfile
-from ludus.launch.job import ORCHESTRATORS, PLANNED, Orchestrator, open_orchestrator
+from ludus.launch.job import ORCHESTRATORS, Orchestrator, open_orchestrator
+from ludus.launch.kubernetes.objects import MAX_FILES_BYTES
+from ludus.launch.kubernetes.plan import PYTHON, CommandLine, plan_kubernetes
+from ludus.launch.kubernetes.settings import (
+    GamecoreSettings,
+    KubernetesSettings,
+    PodExtras,
+    PodImage,
+    PodResources,
+    PodScheduling,
+    RedisSettings,
+    ScaleSettings,
+    parse_count,
+    parse_storage,
+)
 from ludus.launch.planner import NodeRequest, PlannedJob, RuntimeEnv, plan_job
 from ludus.launch.slurm.backend import SlurmGroup, SlurmSettings
 from ludus.launch.ssh.backend import SshNode, SshSettings
@@ -63,7 +78,7 @@ class SshMachine(StrictModel):
 class JobKeys(StrictModel):
     """Keys for all backends. `workdir` and `python` are paths on the machines that run the job."""
 
-    on: str = Field("local", description="local, ssh, slurm, or module:Class")
+    on: str = Field("local", description="local, ssh, slurm, kubernetes, or module:Class")
     name: str | None = None
     nodes: Positive | None = None
     cpus: Positive | None = Field(None, description="usable cores of each node")
@@ -107,7 +122,49 @@ class SshKeys(StrictModel):
     copy_: tuple[Path, ...] = Field((), alias="copy")
 
 
-class ClusterConfig(SshKeys, SlurmKeys, JobKeys):
+class KubernetesKeys(StrictModel):
+    """docs/kubernetes.md describes them. `tolerations`, `affinity`, `volumes` and `volume_mounts` are as in a pod specification."""
+
+    namespace: str | None = None
+    context: str | None = None
+    image: str | None = None
+    image_pull_policy: str | None = None
+    image_pull_secrets: Words = ()
+    gpu_resource: str = PodResources.gpu_resource
+    shm: str | None = None
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: tuple[dict[str, Any], ...] = ()
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    priority_class: str | None = None
+    service_account: str | None = None
+    pod_annotations: dict[str, str] = Field(default_factory=dict)
+    volumes: tuple[dict[str, Any], ...] = ()
+    volume_mounts: tuple[dict[str, Any], ...] = ()
+    storage: str | None = Field(None, description="s3://…, pvc:NAME, new:SIZE, nfs:SERVER:/PATH or none")
+    storage_class: str | None = None
+    storage_mode: str | None = None
+    storage_credentials: Path | None = None
+    redis: str | None = Field(None, description="URL of an existing server, without a password")
+    redis_image: str = RedisSettings.image
+    redis_memory: str = RedisSettings.memory
+    redis_storage: str = RedisSettings.storage
+    workers: int | str | None = Field(None, description="pods of a fleet's workers: 3, or 2-10")
+    worker_cpus: Annotated[float, Field(gt=0)] | None = None
+    worker_memory: str | None = None
+    replicas: int | str | None = Field(None, description="pods of a service: 2, or 2-10")
+    cpu_percent: Annotated[int, Field(ge=1, le=1000)] = ScaleSettings.cpu_percent
+    sessions: Annotated[int, Field(ge=0)] = 0
+    gamecore: bool = False
+    gamecore_image: str | None = None
+    gamecore_cpus: Annotated[float, Field(gt=0)] | None = None
+    gamecore_memory: str | None = None
+    max_games: Annotated[int, Field(ge=1)] = GamecoreSettings.max_games
+    ttl_s: Annotated[int, Field(ge=0)] | None = None
+    network_policy: bool = True
+    flavor: Literal["plain", "kuberay"] = "plain"
+
+
+class ClusterConfig(KubernetesKeys, SshKeys, SlurmKeys, JobKeys):
     """Where and how a job runs. docs/jobs.md describes each key."""
 
     @property
@@ -159,11 +216,53 @@ class ClusterConfig(SshKeys, SlurmKeys, JobKeys):
             self.copy_, options=self.ssh_options,
         )  # fmt: skip
 
+    def kubernetes_settings(self, words: Sequence[str] = ()) -> KubernetesSettings:
+        """Return the settings, with the files to copy and those that the command `words` names. Raises UsageError."""
+        storage = parse_storage(self.storage or "", self.storage_class or "", self.storage_mode or "")
+        own = self._pod_resources(self.cpus, self.memory)
+        return KubernetesSettings(
+            namespace=self.namespace or "",
+            context=self.context or "",
+            image=PodImage(self.image or "", self.image_pull_policy or "", self.image_pull_secrets),
+            resources=own,
+            scheduling=PodScheduling(self.node_selector, self.tolerations, self.affinity, self.priority_class or ""),
+            extras=PodExtras(self.service_account or "", self.pod_annotations, self.volumes, self.volume_mounts),
+            storage=replace(storage, credentials=str(self.storage_credentials or "")),
+            redis=RedisSettings(self.redis or "", self.redis_image, self.redis_memory, self.redis_storage),
+            scale=ScaleSettings(
+                workers=None if self.workers is None else parse_count(str(self.workers), "workers"),
+                worker_resources=self._pod_resources(self.worker_cpus or self.cpus, self.worker_memory or self.memory, gpus=0),
+                replicas=parse_count(str(self.replicas or 1), "replicas"),
+                cpu_percent=self.cpu_percent,
+                sessions=self.sessions,
+            ),
+            gamecore=GamecoreSettings(
+                self.gamecore,
+                self.gamecore_image or "",
+                self._pod_resources(self.gamecore_cpus or self.cpus, self.gamecore_memory or self.memory, gpus=0),
+                self.max_games,
+            ),
+            ttl_s=self.ttl_s,
+            network_policy=self.network_policy,
+            flavor=self.flavor,
+            files=read_job_files(self.copy_, words),
+        )
+
+    def _pod_resources(self, cpus: float | None, memory: str | None, gpus: int | None = None) -> PodResources:
+        found = PodResources(
+            cpus or PodResources.cpus, memory or PodResources.memory, self.gpus if gpus is None else gpus, self.gpu_resource
+        )
+        return replace(found, shm=self.shm) if self.shm else found
+
 
 _BACKENDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(SshKeys.model_fields, ("ssh",)),
     **dict.fromkeys(SlurmKeys.model_fields, ("slurm",)),
+    **dict.fromkeys(KubernetesKeys.model_fields, ("kubernetes",)),
     "setup": ("ssh", "slurm"),
+    "memory": ("slurm", "kubernetes"),
+    "copy_": ("ssh", "kubernetes"),
+    "workdir": ("local", "ssh", "slurm"),
 }
 """Keys that only some backends use, and these backends."""
 
@@ -175,7 +274,7 @@ def load_cluster_file(path: Path) -> ClusterConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a mapping.", "Write lines of the form `key: value`, such as `on: slurm`.")
     config = _validate(data, str(path))
-    paths = {name: getattr(config, name) for name in ("iplist", "identity", "known_hosts")}
+    paths = {name: getattr(config, name) for name in ("iplist", "identity", "known_hosts", "storage_credentials")}
     resolved: dict[str, Any] = {name: _resolve_path(path, value) for name, value in paths.items() if value is not None}
     if config.copy_:
         resolved["copy_"] = tuple(_resolve_path(path, value) for value in config.copy_)
@@ -189,24 +288,68 @@ def plan_command(config: ClusterConfig, words: Sequence[str], environ: Mapping[s
     if config.groups:
         cpus = [group.cpus or config.cpus for group in config.groups for _ in range(group.nodes)]
         gpus = [config.gpus if group.gpus is None else group.gpus for group in config.groups for _ in range(group.nodes)]
-    planned = plan_job(
-        words,
-        environ=environ,
-        name=config.name,
-        nodes=NodeRequest(config.size, cpus, gpus, config.learner_nodes, config.min_nodes, config.wait_s),
-        runtime=RuntimeEnv(config.python or sys.executable, config.environment, config.secrets),
-        grace_s=config.grace_s,
-    )
+    nodes = NodeRequest(config.size, cpus, gpus, config.learner_nodes, config.min_nodes, config.wait_s)
+    if config.on == "kubernetes":
+        planned = plan_kubernetes(
+            words,
+            config.kubernetes_settings(),
+            environ=environ,
+            name=config.name,
+            nodes=nodes,
+            runtime=RuntimeEnv(config.python or PYTHON, config.environment, config.secrets),
+            grace_s=config.grace_s,
+            storage_given=config.storage is not None,
+        )
+    else:
+        planned = plan_job(
+            words,
+            environ=environ,
+            name=config.name,
+            nodes=nodes,
+            runtime=RuntimeEnv(config.python or sys.executable, config.environment, config.secrets),
+            grace_s=config.grace_s,
+        )
     return PlannedJob(planned.job, (*planned.notices, *config.notices()))
 
 
-def open_backend(config: ClusterConfig) -> Orchestrator:
-    """Create the orchestrator that the config names. Raises UnknownName; UsageError if it cannot be used."""
+def open_backend(config: ClusterConfig, words: Sequence[str] = ()) -> Orchestrator:
+    """Create the orchestrator that the config names. `words`: the command, whose files it may have to send.
+
+    Raises UnknownName; UsageError if it cannot be used.
+    """
+    if config.on == "kubernetes":
+        return open_orchestrator("kubernetes", settings=config.kubernetes_settings(words))
     if config.on == "slurm":
         return open_orchestrator("slurm", settings=config.slurm_settings())
     if config.on == "ssh":
         return open_orchestrator("ssh", settings=config.ssh_settings())
     return open_orchestrator(config.on)
+
+
+def read_job_files(paths: Sequence[Path], words: Sequence[str]) -> dict[str, bytes]:
+    """Read the files to send to a job: those at `paths`, by name, and the experiment file that the command names. Raises UsageError."""
+    found: dict[str, bytes] = {}
+    for path in paths:
+        inside = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        for file in inside:
+            found[str(file.relative_to(path.parent))] = _read_job_file(file)
+    named = CommandLine(tuple(words)).value("-f", "--file", "--config-file")
+    if named is not None and named not in found and Path(named).is_file():
+        if Path(named).is_absolute() or ".." in Path(named).parts:
+            raise UsageError(
+                f"{named} is outside of this directory, and the job's pods have a directory of their own.",
+                "Change to its directory, and name it by a relative path.",
+            )
+        found[named] = _read_job_file(Path(named))
+    return found
+
+
+def _read_job_file(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_FILES_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _validate(data: Mapping[str, Any], source: str) -> ClusterConfig:
@@ -217,9 +360,8 @@ def _validate(data: Mapping[str, Any], source: str) -> ClusterConfig:
         raise _config_error(error, source) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{source} holds an invalid value: {error}.") from error
-    known = (*ORCHESTRATORS, *PLANNED)
-    if config.on not in known and ":" not in config.on:
-        raise ConfigError(f"{source}: on: {config.on} is unknown.", did_you_mean(config.on, known))
+    if config.on not in ORCHESTRATORS and ":" not in config.on:
+        raise ConfigError(f"{source}: on: {config.on} is unknown.", did_you_mean(config.on, ORCHESTRATORS))
     if config.groups and (config.nodes is not None or config.on != "slurm"):
         raise ConfigError(f"{source}: groups needs on: slurm, and no nodes.", "Leave nodes out, and set on: slurm.")
     if config.min_nodes is not None and config.nodes is not None and config.min_nodes > config.nodes:

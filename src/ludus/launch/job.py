@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from ludus.core import plugins, trust
-from ludus.errors import LudusError, UnknownName, UsageError
+from ludus.errors import LudusError, UsageError
 
 ORCHESTRATORS: Mapping[str, str] = {
     "local": "ludus.launch.local:LocalOrchestrator",
     "ssh": "ludus.launch.ssh.backend:SshOrchestrator",
     "slurm": "ludus.launch.slurm.backend:SlurmOrchestrator",
+    "kubernetes": "ludus.launch.kubernetes.backend:KubernetesOrchestrator",
 }
-PLANNED = ("kubernetes",)
-"""Reserved names without a backend in this version."""
 
 RoleRestart = Literal["never", "when-killed", "on-failure", "always"]
 """When a process that ended is restarted: never, if a signal killed it, if its exit code is not 0, or always."""
@@ -162,11 +161,6 @@ class Orchestrator(Protocol):
 
 def open_orchestrator(name: str, **options: Any) -> Orchestrator:
     """Create a backend from its name or a `module:Class`. Raises UnknownName."""
-    if name in PLANNED:
-        raise UnknownName(
-            f"The orchestrator {name!r} is not available in this version.",
-            f"Use one of: {', '.join(ORCHESTRATORS)}; or start `ludus fleet worker` on each machine yourself, with the same --memory and --store.",
-        )
     trust.allow(name)  # the name comes from the command line, cluster.yaml or the state directory, never from a run
     orchestrator: Orchestrator = plugins.resolve("orchestrator", name, ORCHESTRATORS)(**options)
     return orchestrator

@@ -58,7 +58,10 @@ _LINES = 6
 
 @dataclass(frozen=True)
 class RayNodeOptions:
-    """`cpus`, `gpus`: None: detected. `store_bytes`: upper limit. `stay`: wait for the head without a time limit."""
+    """`cpus`, `gpus`: None: detected. `store_bytes`: upper limit. `stay`: wait for the head without a time limit.
+
+    `leave_s`: how long to wait for the head, and then exit with 0: the job is over.
+    """
 
     cpus: int | None = None
     gpus: int | None = None
@@ -68,6 +71,7 @@ class RayNodeOptions:
     share_weights: bool = False
     log_dir: Path | None = None
     stay: bool = False
+    leave_s: float | None = None
 
 
 # -- resources, ports and environment -----------------------------------------------------------------------------------------
@@ -172,10 +176,11 @@ class RayNodeRunner:
         self._environ = node_environment(os.environ, options, directory)
         self._logs: Path | None = None
         self._failure = ""
+        self._absent = False
         self._output: collections.deque[str] = collections.deque(maxlen=_LINES)
 
     def run(self, signals: SignalQueue) -> int:
-        """Return 1 when Ray has ended, 0 after a stop signal."""
+        """Return 1 when Ray has ended; 0 after a stop signal, or if the head did not come back within `leave_s`."""
         if os.environ.get("LD_PRELOAD"):
             say(f"LD_PRELOAD={os.environ['LD_PRELOAD']} is removed from the environment of Ray")
         cpus = node_cpus(self._options, os.environ)
@@ -204,7 +209,7 @@ class RayNodeRunner:
             name=cluster.node_name(job.node),
             directory=str(self._directory / "r"),
             store_bytes=limit_store(options.store_bytes, free),
-            wait_s=None if options.stay else job.wait_s,
+            wait_s=None if options.stay else options.leave_s or job.wait_s,
             cpus=cpus,
             gpus=node_gpus(options, os.environ),
             memory=options.memory,
@@ -233,12 +238,13 @@ class RayNodeRunner:
             say(f"Ray is up after {message['ready']:.1f} s")
         elif "failed" in message:
             self._failure = f"{message['failed']} {message['hint']}".strip()
+            self._absent = bool(message.get("absent"))
 
     def _report_end(self) -> int:
         say(self._failure or "the process of Ray was killed")
         for line in self._log_errors():
             say(f"  {line}")
-        return 1
+        return 0 if self._absent and self._options.leave_s is not None else 1
 
     def _log_errors(self) -> list[str]:
         logs = self._logs or next(iter((self._directory / "r").glob("session_[0-9]*/logs")), None)
@@ -279,6 +285,7 @@ def parse_options(words: Sequence[str]) -> RayNodeOptions:
     parser.add_argument("--share-weights", action="store_true", help="a learner on this machine uses these cores itself")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="directory of the workers' logs, actor_N.log")
     parser.add_argument("--stay", action="store_true", help="wait for the head without a time limit")
+    parser.add_argument("--leave-s", type=float, metavar="S", help="exit with 0 when the head was not reachable for so long")
     return RayNodeOptions(**vars(parser.parse_args(words)))
 
 

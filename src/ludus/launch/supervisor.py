@@ -22,10 +22,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from ludus.core import plugins
 from ludus.core.backoff import exponential_delay
@@ -70,10 +71,30 @@ INTERRUPTED = 75
 """Exit code of a supervisor whose job is not over, but will be started again."""
 
 
+class OutputLog(Protocol):
+    """Where the output of a process goes. `lost`: bytes that could not be written."""
+
+    lost: int
+
+    def write(self, data: bytes) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenLog = Callable[[str, int, Path], OutputLog]
+"""Opens the log of a process: (role, index, default path)."""
+
+
+def open_log_file(role: str, index: int, path: Path) -> OutputLog:
+    return LogWriter(path)
+
+
 class RoleProcess:
     """One process of a role, over its restarts. `words`: the command started on this machine. `host`: where the process runs."""
 
-    def __init__(self, role: Role, index: int, log: LogWriter, words: tuple[str, ...] = (), host: str = "") -> None:
+    def __init__(self, role: Role, index: int, log: OutputLog, words: tuple[str, ...] = (), host: str = "") -> None:
         self.role, self.index, self.log = role, index, log
         self.words, self.host = words or role.command, host
         self.name = f"{role.name}-{index}"
@@ -90,7 +111,7 @@ class RoleProcess:
         try:
             self.popen = start_child(
                 self.words,
-                env={**environment, **self.role.environment, **names},
+                env={**environment, **names, **self.role.environment},  # a part of a larger job sets its own index
                 stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -164,9 +185,14 @@ class JobSupervisor:
     """Runs one job to its end. `lifeline`: read end of a pipe; the job is cancelled when its write end is closed."""
 
     def __init__(
-        self, directory: JobDirectory, guard: ProcessIdentity, lifeline: int | None = None, starter: StarterFactory | None = None
+        self,
+        directory: JobDirectory,
+        guard: ProcessIdentity,
+        lifeline: int | None = None,
+        starter: StarterFactory | None = None,
+        open_log: OpenLog = open_log_file,
     ) -> None:
-        self.directory, self._guard = directory, guard
+        self.directory, self._guard, self._open_log = directory, guard, open_log
         self.job = directory.job()
         directory.scratch.mkdir(mode=PRIVATE, exist_ok=True)  # missing when the job is restarted
         self._log = LogWriter(directory.log("supervisor"), 1_000_000)
@@ -240,10 +266,11 @@ class JobSupervisor:
         node, log = role.node(index), self.directory.log(f"{role.name}-{index}")
         if role.log:
             log = _link_log(log, Path(role.log.replace("{index}", str(index))))
+        writer = self._open_log(role.name, index, log)
         if self._starter is None:
-            return RoleProcess(role, index, LogWriter(log))
+            return RoleProcess(role, index, writer)
         words, host = self._starter.wrap_command(node, role.command), self._starter.node_names()[node]
-        return RoleProcess(role, index, LogWriter(log), words, host)
+        return RoleProcess(role, index, writer, words, host)
 
     # -- starting
 
@@ -501,7 +528,13 @@ def _link_log(inside: Path, log: Path) -> Path:
     return log
 
 
-def run_guard(directory: JobDirectory, lifeline: int | None, started: int | None, starter: StarterFactory | None = None) -> int:
+def run_guard(
+    directory: JobDirectory,
+    lifeline: int | None = None,
+    started: int | None = None,
+    starter: StarterFactory | None = None,
+    open_log: OpenLog = open_log_file,
+) -> int:
     """Fork the supervisor, wait for it, kill what it leaves and return the job's exit code.
 
     `started`: write end of a pipe that gets a byte once the job can be cancelled.
@@ -514,7 +547,7 @@ def run_guard(directory: JobDirectory, lifeline: int | None, started: int | None
         code = 1
         try:
             children.adopt_orphans()
-            supervisor = JobSupervisor(directory, guard, lifeline, starter)
+            supervisor = JobSupervisor(directory, guard, lifeline, starter, open_log)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, _INTERRUPT))
             children.die_with_parent(guard.pid, signal.SIGTERM)
             supervisor.publish()

@@ -24,6 +24,10 @@ _SETTINGS = HEALTH | {
 }
 
 
+class HeadAbsent(WorkerFailed):
+    """The head was not reachable in time."""
+
+
 def main(words: Sequence[str]) -> int:
     out = os.dup(1)  # output of Ray goes to standard error
     os.dup2(2, 1)
@@ -38,6 +42,9 @@ def main(words: Sequence[str]) -> int:
         if not spec.first:
             _wait_for_head(spec, head, lambda: report(waiting=spec.head))
         node = _start(spec)
+    except HeadAbsent as error:
+        report(failed=error.message, hint=error.hint, absent=True)
+        return error.exit_code
     except LudusError as error:
         report(failed=error.message, hint=error.hint)
         return error.exit_code
@@ -64,7 +71,7 @@ def _wait_for_head(spec: NodeSpec, head: RayHead, waiting: Callable[[], None]) -
             if any(member["head"] and member["alive"] for member in reply.get("members", ())):
                 return
         if deadline is not None and time.monotonic() > deadline:
-            raise WorkerFailed(
+            raise HeadAbsent(
                 f"The head of this job's Ray at {spec.head} was not reachable within {spec.wait_s:g} s.",
                 "Check that its node is running and that this machine can reach that port.",
             )

@@ -34,6 +34,7 @@ app = HelpApp(help="List jobs of `ludus submit`, read their logs, wait for them,
 TIMED_OUT = 124
 """Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1); no training exits with it."""
 
+KUBERNETES = "kubernetes"
 _SHORTEST_SUFFIX = 3
 _MAINS = ("main", "learner")
 _RECENT, _LAST_LINES = 10, 15
@@ -57,7 +58,12 @@ _Id = Annotated[
     ),
 ]
 _On = Annotated[
-    str | None, typer.Option("--on", metavar="NAME|module:Class", help="Launcher whose jobs to consider. Default: all.")
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="NAME|module:Class",
+        help="Launcher whose jobs to consider; kubernetes/NAMESPACE for one namespace. Default: all.",
+    ),
 ]
 
 
@@ -271,12 +277,18 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
     """The orchestrators that may have jobs of this user, or only `on`. Those that cannot be opened on this machine are skipped."""
     from ludus.launch.job import ORCHESTRATORS, open_orchestrator
 
+    if on is not None and on.partition("/")[0] == KUBERNETES:
+        yield from _kubernetes_orchestrators(on.partition("/")[2], ask_current=True)
+        return
     if on is not None:
         with _wrap_user_errors(on):
             orchestrator = open_orchestrator(on)
         yield on, orchestrator
         return
     for name in ORCHESTRATORS:
+        if name == KUBERNETES:
+            yield from _kubernetes_orchestrators("", ask_current=False)
+            continue
         with suppress(UsageError):
             yield name, open_orchestrator(name)
     for name in known_orchestrators():
@@ -289,6 +301,24 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
             notify(f"skipped: {error}")
             continue
         yield name, orchestrator
+
+
+def _kubernetes_orchestrators(namespace: str, *, ask_current: bool) -> Iterator[tuple[str, Orchestrator]]:
+    """One orchestrator for each namespace to which this user has submitted jobs from this machine.
+
+    `namespace`: only this one, of the current context. `ask_current`: also that of the current context, which may be slow to answer.
+    """
+    from ludus.launch.job import open_orchestrator
+    from ludus.launch.kubernetes.backend import remembered_places
+    from ludus.launch.kubernetes.settings import KubernetesSettings
+
+    places = [] if namespace else remembered_places()
+    for context, known in places:
+        yield KUBERNETES, open_orchestrator(KUBERNETES, settings=KubernetesSettings(known, context))
+    if namespace or ask_current:
+        current: Any = open_orchestrator(KUBERNETES, settings=KubernetesSettings(namespace))
+        if (current.client.context, current.client.namespace) not in places:
+            yield KUBERNETES, current
 
 
 def _list_all(backends: Sequence[tuple[str, Orchestrator]], troubles: list[LudusError]) -> Iterator[JobHandle]:

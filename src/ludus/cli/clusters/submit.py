@@ -1,4 +1,4 @@
-"""`ludus submit`: run any `ludus` command as a job on this machine, over SSH or with Slurm."""
+"""`ludus submit`: run any `ludus` command as a job on this machine, over SSH, with Slurm or on Kubernetes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SETTINGS = {"allow_interspersed_args": False}
 """Options after the first word belong to the submitted command, even without `--`."""
 
-_job, _machines, _ssh, _slurm, _output = map(option_in, ("Job", "Machines", "SSH", "Slurm", "Output"))
+_job, _machines, _ssh, _slurm, _kubernetes, _output = map(option_in, ("Job", "Machines", "SSH", "Slurm", "Kubernetes", "Output"))
 
 Say = Callable[[str], None]
 
@@ -38,7 +38,7 @@ def submit(
         typer.Argument(metavar="-- COMMAND [OPTION]...", help="Command to run, as after `ludus`: train CartPole-v1 …"),
     ] = None,
     on: Annotated[
-        str | None, _job("--on", metavar="local|ssh|slurm|module:Class", help="Launcher of the job. Default: local.")
+        str | None, _job("--on", metavar="local|ssh|slurm|kubernetes|module:Class", help="Launcher of the job. Default: local.")
     ] = None,
     file: Annotated[
         Path | None, _job("-f", "--file", help="Cluster file with these settings; options on the command line override it.")
@@ -71,13 +71,20 @@ def submit(
     known_hosts: Annotated[Path | None, _ssh("--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
     copy: Annotated[
         list[Path] | None,
-        _ssh("--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
+        _machines(
+            "--copy",
+            metavar="PATH",
+            help="SSH, Kubernetes: file or directory to copy to the working directory first; repeatable.",
+        ),
     ] = None,
     time: Annotated[
         str | None,
         _slurm("--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."),
     ] = None,
-    memory: Annotated[str | None, _slurm("--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
+    memory: Annotated[
+        str | None,
+        _machines("--memory", metavar="SIZE", help="Slurm: memory per node, e.g. 32G. Kubernetes: per pod, e.g. 32Gi."),
+    ] = None,
     account: Annotated[str | None, _slurm("--account", "-A", help="Slurm account to charge.")] = None,
     partition: Annotated[str | None, _slurm("--partition", "-p", help="Slurm partition.")] = None,
     qos: Annotated[str | None, _slurm("--qos", help="Quality of service.")] = None,
@@ -93,6 +100,38 @@ def submit(
     interactive: Annotated[
         bool, _slurm("--interactive", help="Run in the current salloc allocation; without one, request one.")
     ] = False,
+    namespace: Annotated[
+        str | None, _kubernetes("--namespace", help="Namespace. Default: that of the kubeconfig's context.")
+    ] = None,
+    context: Annotated[str | None, _kubernetes("--context", help="Context of the kubeconfig. Default: the current one.")] = None,
+    image: Annotated[str | None, _kubernetes("--image", metavar="NAME:TAG", help="Container image with Ludus.")] = None,
+    storage: Annotated[
+        str | None,
+        _kubernetes(
+            "--storage",
+            metavar="PLACE",
+            help="Place of the runs: s3://BUCKET/PREFIX, pvc:NAME, new:50Gi (a new volume claim), nfs:SERVER:/PATH, or none.",
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        _kubernetes("--workers", metavar="N|MIN-MAX", help="Pods of the workers of `fleet learner`; a range follows the load."),
+    ] = None,
+    replicas: Annotated[
+        str | None, _kubernetes("--replicas", metavar="N|MIN-MAX", help="Pods of `serve`; a range follows the load.")
+    ] = None,
+    redis: Annotated[
+        str | None, _kubernetes("--redis", metavar="URL", help="Redis of a fleet. Default: one of the job's own.")
+    ] = None,
+    gamecore: Annotated[
+        bool | None, _kubernetes("--gamecore/--no-gamecore", help="Run a gamecore server beside the training.")
+    ] = None,
+    flavor: Annotated[
+        str | None, _kubernetes("--flavor", metavar="plain|kuberay", help="Objects of a Ray cluster. Default: plain.")
+    ] = None,
+    render: Annotated[
+        Path | None, _kubernetes("--render", metavar="DIR", help="Write the objects as YAML files to DIR instead of submitting.")
+    ] = None,
     redis_password: Annotated[
         str | None, option_in(COMPATIBILITY)("--redis-password", help="Ignored; accepted for old command lines.")
     ] = None,
@@ -103,7 +142,7 @@ def submit(
     as_json: Annotated[bool, _output("--json", help="Print one JSON object on the last line.")] = False,
     quiet: Annotated[bool, _output("--quiet", "-q", help="Print only the job id.")] = False,
 ) -> None:
-    """Run a `ludus` command as a job on this machine, over SSH or with Slurm; print its id.
+    """Run a `ludus` command as a job on this machine, over SSH, with Slurm or on Kubernetes; print its id.
 
     ludus submit --on slurm --nodes 3 --time 02:00:00 -- train ALE/Pong-v5 --run APPO --num-workers auto
     """
@@ -119,7 +158,8 @@ def submit(
         environment=_environment(base, env), secrets=_extend(base.secrets, secret), setup=_extend(base.setup, setup),
         python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=absolute(identity), known_hosts=absolute(known_hosts),
         copy=_extend(base.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
-        extra=_extend(base.extra, extra), requeue=requeue, signal_s=signal_s,
+        extra=_extend(base.extra, extra), requeue=requeue, signal_s=signal_s, namespace=namespace, context=context, image=image,
+        storage=storage, workers=workers, replicas=replicas, redis=redis, gamecore=gamecore, flavor=flavor,
     )  # fmt: skip
     if target.on == "local" and target.workdir is not None:
         _change_directory(Path(target.workdir))
@@ -128,8 +168,10 @@ def submit(
     check_job(launch.job, os.environ)  # also for --dry-run, which must not print an invalid job
     for notice in launch.notices:
         say(notice)
-    orchestrator = open_backend(target)
-    if dry_run:
+    orchestrator = open_backend(target, command_of(launch.job))
+    if render is not None:
+        write_rendered(target, render, orchestrator.render(launch.job), say)
+    elif dry_run:
         files = orchestrator.render(launch.job)
         if (command := getattr(orchestrator, "command", None)) is not None:
             files["command"] = f"{command()}\n"
@@ -141,6 +183,21 @@ def submit(
         raise typer.Exit(run_interactively(target, orchestrator, launch.job))
     else:
         _submit(target.on, orchestrator, launch.job, say, wait=wait, as_json=as_json)
+
+
+def write_rendered(target: ClusterConfig, directory: Path, files: dict[str, str], say: Say) -> None:
+    """Write the objects of a Kubernetes job as files. Existing files of other names are left alone. Raises UsageError."""
+    if target.on != "kubernetes":
+        raise UsageError(f"--render is for --on kubernetes, not for {target.on}.", "--dry-run prints what would be written.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be written: {error.strerror}.") from error
+    for name in files:
+        print(directory / name)
+    say(f"create the Secret first, as its file says; then: kubectl apply -k {shlex.quote(str(directory))}")
 
 
 def absolute(path: Path | None) -> Path | None:
@@ -295,4 +352,6 @@ def _extend(known: Sequence[Any], given: Sequence[Any] | None) -> list[str] | No
 def _format_files(target: ClusterConfig, files: dict[str, str], as_json: bool) -> str:
     if as_json:
         return json.dumps({"on": target.on, "files": files})
+    if target.on == "kubernetes":  # one stream of documents, for kubectl
+        return "".join(f"---\n{text}" for name, text in files.items() if name != "kustomization.yaml").rstrip("\n")
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")

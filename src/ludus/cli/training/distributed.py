@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,11 +17,11 @@ import typer
 
 from ludus.cli.interrupts import handle_stop_signals
 from ludus.cli.output import notify
-from ludus.compat.coach.fleet_ini import FleetFile, load_fleet_file
+from ludus.compat.coach.fleet_ini import KUBERNETES, FleetFile, load_fleet_file
 from ludus.core import trust
 from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 from ludus.launch import redis_role
-from ludus.launch.job import Job, JobStatus, Orchestrator, Role, check_job, open_orchestrator, wait
+from ludus.launch.job import Job, JobStatus, Orchestrator, ProcessStatus, Role, check_job, open_orchestrator, wait
 from ludus.launch.supervisor import STEADY_S
 from ludus.transport.message_stream import PASSWORD
 
@@ -70,17 +70,23 @@ def run_distributed(
         say(notice)
     name = name or time.strftime("fleet-%Y%m%d-%H%M%S")
     use_credentials(file, os.environ, say)
-    job = fleet_job(file, name, arguments, workers, redis_role.free_port(), models)
-    check_place(job.place)
-    with open_attached_orchestrator(file.orchestrator) as orchestrator:
+    if file.orchestrator == KUBERNETES:
+        from ludus.cli.training.distributed_kubernetes import kubernetes_fleet
+
+        job, opened = kubernetes_fleet(file, name, arguments, workers, models)
+    else:
+        job, opened = fleet_job(file, name, arguments, workers, redis_role.free_port(), models), None
+    if opened is None or "://" in job.place:  # a volume can be read in pods only
+        check_place(job.place)
+    with nullcontext(opened) if opened is not None else open_attached_orchestrator(file.orchestrator) as orchestrator:
         check_not_running(orchestrator, job.place)
         job_id = orchestrator.submit(job)
-        logs = orchestrator.status(job_id).logs
-        say(f"{name}: 1 learner and {workers} worker{'s' * (workers != 1)}; the run is {file.place(name)}")
-        say(f"all logs are in {logs}")
+        logs = _logs_of(orchestrator.status(job_id))
+        say(f"{name}: 1 learner and {workers} worker{'s' * (workers != 1)}; the run is {job.place}")
+        say(f"all logs are in {logs}" if opened is None else f"all logs: {logs}")
         status, interrupted = follow(orchestrator, job_id, say, as_json=as_json)
     if status.state == "failed":
-        say(f"failed: {status.reason or 'no reason is known'}; the logs are in {logs}")
+        say(f"failed: {status.reason or 'no reason is known'}; the logs: {logs}")
     if interrupted:
         for learner in status.of(LEARNER):
             if learner.exit_code not in (0, 130):  # printed even with --quiet: training progress is lost
@@ -112,8 +118,12 @@ def check_not_running(orchestrator: Orchestrator, place: str) -> None:
         if status.place == place and not status.over:
             raise UsageError(
                 f"The job {status.id} already trains {place}.",
-                "End it (Ctrl-C where it was started), or choose another -e. "
-                f"If its machine is gone for good, remove {Path(status.logs).parent}.",
+                f"End it (Ctrl-C where it was started, or `ludus jobs cancel {status.id}`), or choose another -e."
+                + (
+                    f" If its machine is gone for good, remove {Path(status.logs).parent}."
+                    if Path(status.logs).is_absolute()
+                    else ""
+                ),
             )
 
 
@@ -272,7 +282,7 @@ class RestartFailures:
             members = status.of(role)
             if members and all(self._failed.get(member.name, 0) >= MAX_FAILURES for member in members):
                 who = members[0].name if len(members) == 1 else f"each {role}"
-                log = Path(status.logs) / f"{members[0].name}.log"
+                log = _logs_of(status, members[0])
                 return (
                     f"{who} ended with code {members[0].exit_code} {MAX_FAILURES} times in a row; its log: {log}{_last_line(log)}"
                 )
@@ -291,7 +301,7 @@ def new_restarts(status: JobStatus, known: dict[str, int]) -> Iterator[str]:
                 continue  # the worker found the run finished
             again = "" if process.state == "ended" else f" and is restarted ({ends})"
             code = "" if process.exit_code is None else f" with code {process.exit_code}"
-            log = Path(status.logs) / f"{process.name}.log"
+            log = _logs_of(status, process)
             yield f"{process.name} ended{code}{again}; its log: {log}{_last_line(log)}"
 
 
@@ -306,10 +316,17 @@ def _newest_checkpoint(place: str) -> str:
     return f"the newest checkpoint is {name}" if name else "there is no checkpoint"
 
 
-def _last_line(log: Path) -> str:
+def _logs_of(status: JobStatus, process: ProcessStatus | None = None) -> str:
+    """Where the logs of a job or of a process are: a path, or a command if they are not on this machine."""
+    if Path(status.logs).is_absolute():
+        return str(Path(status.logs) / f"{process.name}.log") if process is not None else status.logs
+    return f"`ludus jobs logs {status.id}{f' --role {process.role}' if process is not None else ''}`"
+
+
+def _last_line(log: str) -> str:
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL))
+            file.seek(max(0, Path(log).stat().st_size - _TAIL))
             lines = file.read(_TAIL).decode(errors="replace").split("\n")
     except OSError:  # on another machine, or removed
         return ""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError, UsageError
 from ludus.io.yaml_documents import read_text
-from ludus.launch.job import ORCHESTRATORS, PLANNED
+from ludus.launch.job import ORCHESTRATORS
 from ludus.storage.s3_url import S3Url, check_endpoint
 from ludus.transport.message_stream import PASSWORD, split_password
 
@@ -29,18 +29,22 @@ SECTIONS = ("ludus", "coach")
 MEMORIES = ("redis", "redispubsub")
 STORES = ("local", "nfs", "s3", "redis")
 AMAZON = "amazonaws.com"
+KUBERNETES = "kubernetes"
 _STORE_PREFIXES = {"local_", "nfs_", "s3_"}
 """Prefixes of the keys that belong to one data store."""
 
 KEYS: Mapping[str, str] = {
-    "image": "a container image; not used, because no containers are started",
-    "orchestrator": "local",
+    "image": "the container image of all roles, with orchestrator = kubernetes",
+    "orchestrator": "local or kubernetes",
+    "namespace": "the Kubernetes namespace; default: that of the kubeconfig",
+    "cluster_file": "a cluster.yaml with further settings of Kubernetes: resources, node selectors, a service account",
     "memory_backend": "redis (or redispubsub: the same)",
     "redis_url": "redis://[USER@]HOST[:PORT][/DB]; without it a private server is started",
     "redis_password_file": "a file with the password of redis_url; else LUDUS_MEMORY_PASSWORD",
     "data_store": "local, nfs or s3",
     "local_path": "the directory for runs with data_store = local; default: runs",
-    "nfs_path": "where the file system that all machines share is mounted",
+    "nfs_path": "where the file system that all machines share is mounted; with orchestrator = kubernetes the exported directory",
+    "nfs_server": "the NFS server, with orchestrator = kubernetes",
     "s3_bucket_name": "the name of your bucket, with data_store = s3",
     "s3_prefix": "the prefix of runs: BUCKET/PREFIX/NAME; default: BUCKET/NAME",
     "s3_end_point": "the address of a server that is not Amazon's: HOST:PORT (TLS) or http://HOST:PORT",
@@ -56,6 +60,10 @@ class FleetFile:
     """Settings of a fleet. Paths are absolute or relative to the working directory. `notices`: deviations from the file."""
 
     orchestrator: str = "local"
+    image: str = ""
+    namespace: str = ""
+    cluster_file: Path | None = None
+    nfs_server: str = ""
     redis_url: str | None = None
     redis_password: str | None = field(repr=False, default=None)
     """Password that was part of the URL."""
@@ -84,10 +92,16 @@ def read_fleet_file(text: str, directory: Path = Path()) -> FleetFile:
     """Parse the text of a fleet file. `directory`: directory in which referenced files are searched too."""
     values = _read_values(text)
     notices: list[str] = []
-    found = _read_orchestrator(FleetFile(), values, notices.append)
+    found = _read_orchestrator(FleetFile(), values, directory, notices.append)
     found = _read_memory(found, values, directory, notices.append)
     found = _read_store(found, values, directory, notices.append)
-    if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
+    if found.orchestrator == KUBERNETES:
+        if found.data_store == "local" and found.cluster_file is None:
+            raise ConfigError(
+                "With orchestrator = kubernetes the run needs a place that all pods reach.",
+                "Add data_store = s3 or nfs, or cluster_file with `storage`.",
+            )
+    elif found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
         raise ConfigError(
             f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
             "Add redis_url, and data_store = nfs or s3.",
@@ -122,7 +136,7 @@ def _read_values(text: str) -> dict[str, str]:
     return {key: value for key, value in values.items() if value}
 
 
-def _read_orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[[str], None]) -> FleetFile:
+def _read_orchestrator(found: FleetFile, values: Mapping[str, str], directory: Path, notice: Callable[[str], None]) -> FleetFile:
     name = values.get("orchestrator", "")
     if name in ("ssh", "slurm"):
         raise ConfigError(
@@ -130,17 +144,25 @@ def _read_orchestrator(found: FleetFile, values: Mapping[str, str], notice: Call
             f"Submit the roles: `ludus submit --on {name} … -- fleet learner …` and `ludus submit --on {name} --nodes N … -- fleet worker …`, "
             "with the same --memory and --store.",
         )
-    if name in PLANNED:
-        raise ConfigError(
-            f"orchestrator = {name} is not available in this version.",
-            "orchestrator = local runs all roles on this machine; on others start `ludus fleet worker` there, with the same --memory and --store.",
-        )
     if name and name not in ORCHESTRATORS and ":" not in name:
         raise ConfigError(f"orchestrator = {name} is unknown.", did_you_mean(name, ORCHESTRATORS))
+    if name == KUBERNETES:
+        if "image" not in values and "cluster_file" not in values:
+            raise ConfigError("orchestrator = kubernetes needs image.", f"It is {KEYS['image']}: REGISTRY/NAME:TAG.")
+        cluster_file = _file("cluster_file", values, directory)
+        return replace(
+            found,
+            orchestrator=name,
+            image=values.get("image", ""),
+            namespace=values.get("namespace", ""),
+            cluster_file=cluster_file,
+        )
     if not name:
         notice("orchestrator is not set: all roles are processes of this machine (local)")
     if "image" in values:
-        notice(f"image = {values['image']}: not used, because no containers are started")
+        notice(f"image = {values['image']}: not used without orchestrator = kubernetes, because no containers are started")
+    if unused := [key for key in ("namespace", "cluster_file", "nfs_server") if key in values]:
+        notice(f"{', '.join(unused)}: not used without orchestrator = kubernetes")
     return replace(found, orchestrator=name or "local")
 
 
@@ -185,6 +207,10 @@ def _read_store(found: FleetFile, values: Mapping[str, str], directory: Path, no
     if kind == "nfs":
         if "nfs_path" not in values:
             raise ConfigError("data_store = nfs needs nfs_path.", f"It is {KEYS['nfs_path']}.")
+        if found.orchestrator == KUBERNETES:
+            if "nfs_server" not in values or not values["nfs_path"].startswith("/"):
+                raise ConfigError("data_store = nfs on Kubernetes needs nfs_server, and an absolute nfs_path that it exports.")
+            return replace(found, data_store=kind, nfs_server=values["nfs_server"], path=Path(values["nfs_path"]))
         path = Path(values["nfs_path"]).expanduser()
         if not path.is_dir():
             raise ConfigError(f"nfs_path = {path} is not a directory.", "Is it mounted?")

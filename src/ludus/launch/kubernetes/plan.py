@@ -1,0 +1,153 @@
+"""Plans the job for a `ludus` command on Kubernetes: where its runs go, its roles, its grace period. Pure functions without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ludus.errors import UsageError
+from ludus.launch.job import Job, Role, check_job
+from ludus.launch.kubernetes import fleet, serve
+from ludus.launch.kubernetes.objects import GAMECORE_TOKEN
+from ludus.launch.kubernetes.pod import GAMECORE_PORT, RUNS, SECRETS
+from ludus.launch.kubernetes.settings import KubernetesSettings, RunStorage
+from ludus.launch.planner import NodeRequest, PlannedJob, RuntimeEnv, plan_job
+from ludus.storage.s3_url import S3Url
+
+PYTHON = "python"
+"""The interpreter in the image."""
+
+_LOCAL_DIR = ("--local-dir", "-ep", "--experiment-path")
+_ANY_ADDRESS = "0.0.0.0"  # noqa: S104 # in a pod; a token is required, and the network policy opens one port
+
+
+def plan_kubernetes(
+    words: Sequence[str],
+    settings: KubernetesSettings,
+    *,
+    environ: Mapping[str, str],
+    name: str | None = None,
+    nodes: NodeRequest,
+    runtime: RuntimeEnv,
+    grace_s: float = 60.0,
+    storage_given: bool = True,
+) -> PlannedJob:
+    """Plan the job for a command line. `storage_given`: whether the user has chosen a storage, possibly none. Raises UsageError."""
+    command = CommandLine.of(words)
+    cores = max(1, int(settings.resources.cpus))
+    nodes = replace(nodes, cpus=(cores,), gpus=(settings.resources.gpus,))
+    if settings.scale.workers is not None and command.words[:2] != ("fleet", "learner"):
+        raise UsageError(
+            f"`ludus {command.words[0]}` has no workers in other pods.",
+            "--workers is for `fleet learner`; train and tune use --nodes, serve uses --replicas.",
+        )
+    if command.words[0] in ("train", "tune"):
+        command = _with_run_storage(command, settings.storage, storage_given)
+    elif command.words[0] == "serve":
+        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", serve.TOKEN_FILE)
+        drain_s = float(command.value("--drain-s") or serve.DRAIN_S)
+        grace_s = max(grace_s, drain_s + 10)
+    elif command.words[:2] == ("gamecore", "serve"):
+        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
+        if int(command.value("--port") or GAMECORE_PORT) != GAMECORE_PORT:
+            raise UsageError(f"On Kubernetes a gamecore server listens on port {GAMECORE_PORT}.", "Leave --port out.")
+    planned = plan_job(command.words, environ=environ, name=name, nodes=nodes, runtime=runtime, grace_s=grace_s)
+    job = planned.job
+    if settings.scale.workers is not None:
+        arguments = command.words[2:]
+        job = fleet_job(job.name, arguments, settings.scale.workers.least, settings, base=job)
+    return PlannedJob(replace(job, place=job.place or _place(settings.storage)), planned.notices)
+
+
+def fleet_job(name: str, arguments: Sequence[str], workers: int, settings: KubernetesSettings, *, base: Job) -> Job:
+    """Plan a fleet. `arguments`: of `ludus fleet learner`. `base`: the job whose secrets, environment and grace period it gets.
+
+    Without --memory and without a given Redis, the job starts its own. Raises UsageError.
+    """
+    command = CommandLine(tuple(arguments))
+    store = command.value("--store") or run_place(settings.storage, name)
+    if not store:
+        raise UsageError(
+            "A fleet needs a place for its run that all pods reach.", "Add --storage s3://…, pvc:NAME or nfs:SERVER:/PATH."
+        )
+    memory = command.value("--memory") or settings.redis.url or fleet.REDIS_URL
+    connection = ("--memory", memory, "--store", store)
+    for option, value in zip(connection[::2], connection[1::2], strict=True):
+        command = command.with_default(option, value)
+    if command.value("--num-workers", "-n") is None:
+        command = command.with_default("--num-workers", str(workers))
+    main = next(role for role in base.roles if role.name == base.main)
+    ludus = main.command[: main.command.index("ludus.cli.main") + 1]
+    roles = [
+        Role(
+            fleet.LEARNER, (*ludus, "fleet", "learner", *command.words), 1, "when-killed", main.environment, main.cpus, main.gpus
+        ),
+        Role(fleet.WORKER, (*ludus, "fleet", "worker", *connection), workers, "always", main.environment),
+    ]
+    if memory == fleet.REDIS_URL:
+        roles.insert(0, Role(fleet.MEMORY, ("redis-server",), 1, "always"))
+    return check_job(replace(base, name=name, roles=tuple(roles), main=fleet.LEARNER, place=store))
+
+
+def run_place(storage: RunStorage, name: str) -> str:
+    """Return the place of one run below the storage, as pods see it; "" without storage."""
+    if storage.url:
+        return S3Url.parse(storage.url).below(name).url
+    return f"{RUNS}/{name}" if storage.is_volume else ""
+
+
+def _place(storage: RunStorage) -> str:
+    if storage.nfs:
+        return f"nfs:{storage.nfs}"
+    return storage.url or (f"pvc:{storage.claim}" if storage.claim else "")
+
+
+def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool) -> CommandLine:
+    if command.value(*_LOCAL_DIR) is not None or command.value("--resume") is not None:
+        return command
+    if not given:
+        raise UsageError(
+            "The run would be lost with its pod: no storage is given.",
+            "Add --storage s3://BUCKET/PREFIX, pvc:NAME, new:50Gi or nfs:SERVER:/PATH; --storage none if the run may be lost.",
+        )
+    if command.words[0] == "tune" and storage.url:
+        raise UsageError(
+            "A sweep needs a directory that its processes share, not S3.", "Use --storage pvc:NAME, new:50Gi or nfs:SERVER:/PATH."
+        )
+    return command.with_default("--local-dir", storage.url or RUNS)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Arguments of a command, in which options are looked up and added. Options are written `--name value` or `--name=value`."""
+
+    words: tuple[str, ...]
+
+    @staticmethod
+    def of(words: Sequence[str]) -> CommandLine:
+        """Raises UsageError if there is no command."""
+        kept = tuple(words[1:] if words[:1] == ["ludus"] else words)
+        if not kept:
+            raise UsageError(
+                "There is no command to run.", "It comes after `--`: ludus submit --on kubernetes … -- train CartPole-v1"
+            )
+        return CommandLine(("fleet", *kept) if kept[0] == "worker" else kept)
+
+    def value(self, *names: str) -> str | None:
+        """Return the last value of an option; None if it is not given."""
+        found = None
+        for at, word in enumerate(self.words):
+            option, equals, value = word.partition("=")
+            if option.replace("_", "-") in names:
+                found = value if equals else next(iter(self.words[at + 1 : at + 2]), "")
+        return found
+
+    def with_default(self, name: str, value: str) -> CommandLine:
+        """Return the command with an option, unless it is given."""
+        return self if self.value(name) is not None else CommandLine((*self.words, name, value))
+
+
+def main_words(job: Job) -> tuple[str, ...]:
+    """Return the arguments of `ludus` of the main role; () if its command is another program."""
+    command = next(role.command for role in job.roles if role.name == job.main)
+    return command[command.index("ludus.cli.main") + 1 :] if "ludus.cli.main" in command else ()

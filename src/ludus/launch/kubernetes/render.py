@@ -1,0 +1,96 @@
+"""Chooses the shape of a job and renders its objects, as dictionaries and as YAML files. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from ludus.launch.job import Job
+from ludus.launch.kubernetes import fleet, gamecore, one_pod, ray_cluster, serve
+from ludus.launch.kubernetes.objects import PLACEHOLDER, RECORD, JobObjects, Manifest
+from ludus.launch.kubernetes.plan import CommandLine, main_words
+from ludus.launch.kubernetes.settings import KubernetesSettings, check_settings
+from ludus.launch.kubernetes.status import JobRecord
+
+KUSTOMIZATION = "kustomization.yaml"
+_FILL_NOTE = """# The values are not written. Replace each {placeholder!r}, or create the Secret from files:
+#   kubectl create secret generic {name} {options}
+# Its pods wait for it.
+"""
+_OWNER_NOTE = """# Rendered by `ludus submit --on kubernetes --render`. `kubectl apply -k .` creates all but the Secret.
+# Objects created this way are not deleted with {kind} {name}: kubectl delete -k .
+"""
+
+
+def render_job(job: Job, settings: KubernetesSettings, identity: str, submitted_at: float = 0.0) -> JobObjects:
+    """Return the objects of a job. Raises UsageError if the settings are invalid."""
+    check_settings(settings)
+    found = gamecore.add_server(_render_shape(job, settings, identity), job, settings, identity)
+    ttl_s = int(found.owner["spec"].get("ttlSecondsAfterFinished", one_pod.ALONE_TTL_S))
+    record = JobRecord.of(job, submitted_at, hosts=found.hosts, scaled=found.scaled, ttl_s=ttl_s)
+    record = replace(record, processes={**record.processes, **found.extra_processes})
+    found.owner["metadata"]["annotations"] = {RECORD: record.to_json()}
+    return found
+
+
+def _render_shape(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
+    command = CommandLine(main_words(job))
+    if command.words[:1] == ("serve",):
+        port = int(command.value("--port", "-p") or serve.PORT)
+        return serve.render_objects(job, settings, identity, port=port, tls=command.value("--tls-cert") is not None)
+    if command.words[:2] == ("gamecore", "serve"):
+        return gamecore.render_service(job, settings, identity)
+    if fleet.is_fleet(job):
+        return fleet.render_objects(job, settings, identity)
+    if job.ray:
+        return ray_cluster.render_objects(job, settings, identity)
+    return one_pod.render_objects(job, settings, identity)
+
+
+def to_files(objects: JobObjects) -> dict[str, str]:
+    """Return the objects as YAML files by name, and a kustomization that lists them."""
+    files: dict[str, str] = {}
+    for manifest in objects.manifests:
+        kind, name = str(manifest["kind"]), str(manifest["metadata"]["name"])
+        note = ""
+        if kind == "Secret":
+            options = " ".join(f"--from-file={key}=FILE" for key in manifest["stringData"])
+            note = _FILL_NOTE.format(placeholder=PLACEHOLDER, name=name, options=options)
+        elif manifest is objects.owner:
+            note = _OWNER_NOTE.format(kind=kind, name=name)
+        files[f"{kind.lower()}-{name}.yaml"] = note + to_yaml(manifest)
+    resources = [name for name in files if not name.startswith("secret-")]
+    files[KUSTOMIZATION] = to_yaml(
+        {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}
+    )
+    return files
+
+
+def to_yaml(manifest: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return a document in the order of its keys, with multi-line strings as blocks."""
+    return str(yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def join_documents(manifests: Sequence[Manifest]) -> str:
+    return "---\n".join(map(to_yaml, manifests))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes no aliases, indents lists, and multi-line strings as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text and not any(line != line.rstrip() for line in text.split("\n")) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,401 @@
+"""The Kubernetes backend against a small API server on loopback: what it creates, in which order, and what it ends."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.errors import UnknownName, UsageError, WorkerFailed
+from ludus.launch.job import Job, Role
+from ludus.launch.kubernetes import backend as backend_module
+from ludus.launch.kubernetes import fleet, objects
+from ludus.launch.kubernetes.backend import SUBMIT_S, KubernetesOrchestrator, remembered_places
+from ludus.launch.kubernetes.plan import fleet_job, plan_kubernetes
+from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodImage, ScaleSettings, parse_storage
+from ludus.launch.planner import NodeRequest, RuntimeEnv
+from ludus.transport.message_stream import PASSWORD
+from tests.launch.kubernetes_api import ApiServer, container, running_api
+
+SECRET = "horse-battery-staple"
+SETTINGS = KubernetesSettings(image=PodImage("ludus:cpu"), storage=parse_storage("s3://games/runs"))
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(backend_module, "_POLL_S", 0.01)
+    with running_api() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "config")))
+        yield server
+
+
+def trial(*others: Role, restart: Any = "when-killed", secrets: tuple[str, ...] = ()) -> Job:
+    return Job("Trial", (*others, Role("main", ("sh", "-c", "true"), restart=restart)), "main", secrets, place="s3://games/run")
+
+
+def train(nodes: int = 1) -> Job:
+    runtime = RuntimeEnv("python")
+    return plan_kubernetes(["train", "CartPole-v1"], SETTINGS, environ={}, nodes=NodeRequest(nodes), runtime=runtime).job
+
+
+# -- submitting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_owner_is_created_first_and_owns_all_others(api: ApiServer) -> None:
+    job_id = KubernetesOrchestrator(SETTINGS).submit(train(nodes=3))
+    created = [path for method, path in api.requests if method == "POST"]
+    assert created[0] == "jobs"
+    assert created.index("secrets") < created.index("jobs", 1), "other pods are created when all they need exists"
+    owner = api.objects["jobs", job_id]
+    for (_, name), found in api.objects.items():
+        if name != job_id or found["kind"] != "Job":
+            (reference,) = found["metadata"]["ownerReferences"]
+            assert (reference["uid"], reference["kind"], reference["name"]) == (owner["metadata"]["uid"], "Job", job_id)
+    KubernetesOrchestrator(SETTINGS).client.delete("Job", job_id)
+    assert api.objects == {}
+
+
+def test_addresses_of_services_are_known_without_dns(api: ApiServer) -> None:
+    job_id = KubernetesOrchestrator(SETTINGS).submit(train(nodes=2))
+    service = api.objects["services", f"{job_id}-main"]
+    assert api.objects["configmaps", f"{job_id}-addresses"]["data"] == {"head": service["spec"]["clusterIP"]}
+
+
+def test_secrets_reach_the_secret_and_nothing_else(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LICENCE_KEY", SECRET)
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(secrets=("LICENCE_KEY",)))
+    data = api.objects["secrets", job_id]["data"]
+    assert base64.b64decode(data["LICENCE_KEY"]).decode() == SECRET
+    assert len(base64.b64decode(data[objects.TOKEN])) == 64
+    encoded = base64.b64encode(SECRET.encode())
+    bodies = [body for body in api.bodies if SECRET.encode() in body or encoded in body]
+    assert len(bodies) == 1
+    assert b'"kind": "Secret"' in bodies[0]
+    other = orchestrator.submit(trial(secrets=("LICENCE_KEY",)))
+    assert api.objects["secrets", other]["data"][objects.TOKEN] != data[objects.TOKEN]
+
+
+def test_a_redis_of_its_own_has_a_password_that_its_clients_get(api: ApiServer) -> None:
+    settings = replace(SETTINGS, scale=ScaleSettings(PodCount(2, 2)))
+    base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
+    job_id = KubernetesOrchestrator(settings).submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
+    data = {key: base64.b64decode(value).decode() for key, value in api.objects["secrets", job_id]["data"].items()}
+    assert f"requirepass {data[PASSWORD]}\n" in data[objects.REDIS_CONF]
+    assert len(data[PASSWORD]) >= 32
+    assert "maxmemory 805306368\n" in data[objects.REDIS_CONF]
+    pod = api.objects["deployments", f"{job_id}-worker"]["spec"]["template"]["spec"]
+    assert f"redis://$({fleet.MEMORY_HOST}):6379/0" in pod["containers"][0]["command"]
+    assert api.objects["configmaps", f"{job_id}-addresses"]["data"]["memory"].startswith("10.96.")
+
+
+@pytest.mark.parametrize("plural", ["services", "configmaps", "networkpolicies", "secrets", "jobs"])
+def test_a_submission_that_fails_leaves_nothing(api: ApiServer, plural: str) -> None:
+    created = itertools.count()
+    answer = api.answer
+
+    def failing(method: str, target: str, body: Any) -> tuple[int, Any]:
+        if method == "POST" and target.partition("?")[0].endswith(f"/{plural}") and (plural != "jobs" or next(created) == 1):
+            return 403, {"message": "exceeded quota: small, requested: cpu=4", "code": 403}
+        return answer(method, target, body)
+
+    api.answer = failing  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="quota"):
+        KubernetesOrchestrator(SETTINGS).submit(train(nodes=2))
+    assert api.objects == {}
+
+
+def test_a_submission_that_is_killed_ends_by_itself(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until everything exists, the owner has a deadline, after which Kubernetes ends it."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        orchestrator, "_create_others", lambda *_: seen.append(api.all("jobs")[0]["spec"]["activeDeadlineSeconds"])
+    )
+    job_id = orchestrator.submit(trial())
+    assert seen == [SUBMIT_S]
+    assert "activeDeadlineSeconds" not in api.objects["jobs", job_id]["spec"]
+
+
+def test_a_job_cancelled_during_its_submission_leaves_nothing(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    create = orchestrator._create_others
+
+    def cancelled_meanwhile(found: Any, owner: Any, values: Any) -> None:
+        create(found, owner, values)
+        KubernetesOrchestrator(SETTINGS).cancel(owner["metadata"]["name"])
+
+    monkeypatch.setattr(orchestrator, "_create_others", cancelled_meanwhile)
+    with pytest.raises(UsageError, match="cancelled while it was submitted"):
+        orchestrator.submit(train(nodes=2))
+    assert api.objects == {}
+
+
+def test_names_that_are_taken_are_avoided(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([1, 1, 2])
+    monkeypatch.setattr(backend_module.secrets, "randbits", lambda bits: next(numbers))
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    first, second = orchestrator.submit(trial()), orchestrator.submit(trial())
+    assert first != second
+    assert first.startswith("trial-")
+
+
+def test_the_claim_of_the_runs_is_kept_and_used_again(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(replace(SETTINGS, storage=parse_storage("new:10Gi")))
+    first = orchestrator.submit(trial())
+    orchestrator.submit(trial())
+    (claim,) = api.all("persistentvolumeclaims")
+    assert "ownerReferences" not in claim["metadata"]
+    orchestrator.client.delete("Job", first)
+    assert len(api.all("persistentvolumeclaims")) == 1
+
+
+def test_a_server_without_budgets_for_disruptions_gets_none(api: ApiServer) -> None:
+    api.apis.discard("policy/v1")
+    runtime = RuntimeEnv("python")
+    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
+    job_id = KubernetesOrchestrator(SETTINGS).submit(job)
+    assert api.objects["deployments", job_id]["spec"]["replicas"] == 1
+    assert api.all("poddisruptionbudgets") == []
+
+
+def test_the_place_of_a_job_is_remembered(api: ApiServer) -> None:
+    assert remembered_places() == []
+    KubernetesOrchestrator(SETTINGS).submit(trial())
+    KubernetesOrchestrator(SETTINGS).submit(trial())
+    assert remembered_places() == [("test", "games")]
+
+
+# -- looking ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_seen_from_any_machine(api: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job_id = KubernetesOrchestrator(SETTINGS).submit(trial(Role("worker", ("true",), 2)))
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "elsewhere"))
+    other = KubernetesOrchestrator()
+    status = other.status(job_id)
+    assert (status.id, status.name, status.state, status.place) == (job_id, "Trial", "pending", "s3://games/run")
+    assert [process.name for process in status.processes] == ["worker-0", "worker-1", "main-0"]
+    assert status.reason == "its pod is being created"
+    api.start_pod(job_id)
+    assert other.status(job_id).state == "running"
+    assert other.list() == [other.status(job_id)]
+    for name in ("nothing", "../jobs", "", "a/b", f"{job_id}-worker-0"):
+        with pytest.raises(UnknownName):
+            other.status(name)
+
+
+def test_a_foreign_job_is_not_ours(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator()
+    orchestrator.client.create(
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "theirs", "labels": {}}, "spec": {}}
+    )
+    assert orchestrator.list() == []
+    with pytest.raises(UnknownName):
+        orchestrator.cancel("theirs")
+
+
+def test_events_explain_a_pod_that_does_not_start(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    message = 'Error creating: pods "x" is forbidden: exceeded quota: small, requested: cpu=4, used: cpu=7, limited: cpu=8'
+    event: dict[str, Any] = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e1"}, "involvedObject": {"name": job_id}}
+    orchestrator.client.create({**event, "reason": "FailedCreate", "message": message, "lastTimestamp": "2026-11-18T10:00:00Z"})
+    assert orchestrator.status(job_id).reason == (
+        "the quota of the namespace does not allow its pod: exceeded quota: small, requested: cpu=4, used: cpu=7, limited: cpu=8"
+    )
+    api.failures["GET", "events"] = (403, "events is forbidden", 100)
+    assert orchestrator.status(job_id).reason == "its pod is being created", "events only explain"
+
+
+# -- ending -------------------------------------------------------------------------------------------------------------------
+
+
+def test_when_main_has_ended_the_next_client_ends_the_others(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), 2, "on-failure")))
+    main, worker = api.start_pod(job_id), api.start_pod(f"{job_id}-worker-0")
+    api.end_pod(main["metadata"]["name"], 0)
+    status = KubernetesOrchestrator().status(job_id)
+    assert (status.state, status.reason) == ("running", "waiting for the end of worker-0")
+    assert api.objects["pods", worker["metadata"]["name"]]["spec"]["activeDeadlineSeconds"] == 1, "its pod is kept, for its log"
+    assert api.objects["jobs", f"{job_id}-worker-0"]["spec"]["backoffLimit"] == 0
+    assert ("jobs", f"{job_id}-worker-1") not in api.objects, "it had not started"
+    api.end_pod(worker["metadata"]["name"], 143)
+    status = KubernetesOrchestrator().status(job_id)
+    assert (status.state, status.exit_code, status.of("worker")[0].exit_code) == ("succeeded", 0, 143)
+
+
+def test_a_failed_main_role_is_not_started_again_by_a_server_without_failure_policies(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    pod = api.start_pod(job_id)["metadata"]["name"]
+    api.end_pod(pod, 2, message="ludus: Unknown key 'lr'.\n")
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("failed", 2)
+    assert status.reason == "main-0 ended with code 2: ludus: Unknown key 'lr'."
+    assert api.objects["jobs", job_id]["spec"]["backoffLimit"] == 0
+
+
+def test_a_killed_main_role_is_waited_for(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    assert orchestrator.status(job_id).state == "pending"
+    api.start_pod(job_id)
+    status = orchestrator.status(job_id)
+    assert (status.state, status.processes[0].restarts, status.processes[0].exit_code) == ("running", 1, 137)
+
+
+def test_cancelling_ends_main_first_and_keeps_its_log(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",))))
+    main, worker = (api.start_pod(name)["metadata"]["name"] for name in (job_id, f"{job_id}-worker-0"))
+    KubernetesOrchestrator().cancel(job_id)
+    assert api.objects["pods", main]["spec"]["activeDeadlineSeconds"] == 1
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] > 30, "it serves main while that saves"
+    assert orchestrator.status(job_id).reason == "it is being cancelled"
+    api.end_pod(main, 130)
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] > 1
+    orchestrator.status(job_id)
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] == 1
+    api.end_pod(worker, 143)
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code, status.reason) == ("cancelled", 130, "it was cancelled")
+    before = dict(api.objects)
+    orchestrator.cancel(job_id, at_once=True)
+    assert api.objects == before, "a job that is over does not change"
+
+
+def test_cancelling_a_job_whose_pods_have_not_started(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",))))
+    orchestrator.cancel(job_id)
+    assert api.objects["jobs", job_id]["spec"]["activeDeadlineSeconds"] == 1
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("cancelled", 130)
+    assert {process.state for process in status.processes} == {"ended"}
+
+
+def test_killing_deletes_all_pods(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",))))
+    for name in (job_id, f"{job_id}-worker-0"):
+        api.start_pod(name)
+    orchestrator.cancel(job_id, at_once=True)
+    assert api.all("pods") == []
+    assert {job["spec"]["activeDeadlineSeconds"] for job in api.all("jobs")} == {1}, "none is started again"
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("cancelled", 137)
+
+
+def test_workers_of_a_fleet_end_with_it(api: ApiServer) -> None:
+    settings = replace(SETTINGS, scale=ScaleSettings(PodCount(2, 4)))
+    base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
+    orchestrator = KubernetesOrchestrator(settings)
+    job_id = orchestrator.submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
+    learner = api.start_pod(job_id)["metadata"]["name"]
+    workers = [api.start_pod(f"{job_id}-worker", f"{job_id}-worker-{n}", plural="deployments") for n in range(2)]
+    memory = api.start_pod(f"{job_id}-memory", f"{job_id}-memory-0", plural="statefulsets")
+    assert [(each.name, each.state) for each in orchestrator.status(job_id).processes] == [
+        ("memory-0", "running"), ("learner-0", "running"), ("worker-0", "running"), ("worker-1", "running"),
+    ]  # fmt: skip
+    api.end_pod(learner, 0)
+    orchestrator.status(job_id)
+    assert api.all("horizontalpodautoscalers") == []
+    assert api.objects["deployments", f"{job_id}-worker"]["spec"]["replicas"] == 0
+    assert api.objects["statefulsets", f"{job_id}-memory"]["spec"]["replicas"] == 0
+    for pod in (*workers, memory):
+        del api.objects["pods", pod["metadata"]["name"]]
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("succeeded", 0)
+    assert {process.state for process in status.processes} == {"ended"}
+
+
+def test_a_service_runs_until_it_is_cancelled(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(replace(SETTINGS, scale=ScaleSettings(replicas=PodCount(2, 5))))
+    runtime = RuntimeEnv("python")
+    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
+    job_id = orchestrator.submit(job)
+    assert api.objects["deployments", job_id]["spec"]["replicas"] == 2
+    assert orchestrator.status(job_id).state == "pending"
+    pods = [api.start_pod(job_id, f"{job_id}-{n}", plural="deployments")["metadata"]["name"] for n in range(2)]
+    assert orchestrator.status(job_id).state == "running"
+    orchestrator.cancel(job_id)
+    assert api.objects["deployments", job_id]["spec"]["replicas"] == 0
+    assert api.all("horizontalpodautoscalers") == []
+    for pod in pods:
+        del api.objects["pods", pod]
+    assert orchestrator.status(job_id).state == "cancelled"
+    orchestrator.remove(job_id)
+    assert api.objects == {}
+
+
+def test_a_job_that_is_over_can_be_removed(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    with pytest.raises(UsageError, match="not over"):
+        orchestrator.remove(job_id)
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 0)
+    orchestrator.remove(job_id)
+    assert api.objects == {}
+
+
+# -- logs ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_followed_once_each_over_restarts(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    first = api.start_pod(job_id)["metadata"]["name"]
+    api.logs[first] = "2026-11-18T10:00:00.5Z one\n"
+    lines = orchestrator.logs(job_id, follow=True)
+    assert next(lines) == "one"
+    api.logs[first] += "2026-11-18T10:00:00.5Z one\n2026-11-18T10:00:00.50001Z two\n"
+    assert [next(lines), next(lines)] == ["one", "two"], "an equal line with an equal time is another line"
+    api.end_pod(first, 137)
+    second = api.start_pod(job_id)["metadata"]["name"]
+    api.logs[second] = "2026-11-18T10:00:00.1Z again\n2026-11-18T10:00:01Z three\n"
+    assert [next(lines), next(lines)] == ["again", "three"]
+    api.end_pod(second, 0)
+    assert list(lines) == []
+
+
+def test_lines_of_processes_in_one_container_are_told_apart(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(train(nodes=2))
+    main, node = (api.start_pod(name)["metadata"]["name"] for name in (job_id, f"{job_id}-ray-1"))
+    api.logs[main] = "2026-11-18T10:00:00Z ray-0: the head\n2026-11-18T10:00:01Z training\n"
+    api.logs[node] = "2026-11-18T10:00:00Z joined\n"
+    assert list(orchestrator.logs(job_id, role="main")) == ["training"]
+    assert list(orchestrator.logs(job_id, role="ray")) == ["ray-0: the head", "ray-1: joined"]
+    assert sorted(orchestrator.logs(job_id)) == ["main-0: training", "ray-0: the head", "ray-1: joined"]
+    with pytest.raises(UnknownName, match=r"rya.*ray"):
+        orchestrator.logs(job_id, role="rya")
+
+
+def test_a_log_of_a_container_that_was_restarted(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    pod = api.start_pod(f"{job_id}-worker-0")
+    name = pod["metadata"]["name"]
+    ended = {"terminated": {"exitCode": 3}}
+    api.set_status("pods", name, containerStatuses=[container(pod, restarts=1, last=ended, running={})])
+    api.logs[name] = "2026-11-18T10:00:00Z hello\n"
+    assert list(orchestrator.logs(job_id, role="worker")) == ["hello"]
+    process = orchestrator.status(job_id).of("worker")[0]
+    assert (process.state, process.restarts, process.exit_code) == ("running", 1, 3)
+
+
+def test_an_unreachable_server_is_an_error_of_the_backend(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.failures["GET", "jobs"] = (503, "gone", 100)
+    with pytest.raises(WorkerFailed, match="503"):
+        orchestrator.status(job_id)
