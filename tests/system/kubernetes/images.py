@@ -1,0 +1,74 @@
+"""Container images without a registry and without a build tool: docker-archive files, as `podman save` and `docker save` write them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BUSYBOX = "localhost/busybox:1"
+PAUSE = "localhost/pause:1"
+"""The image of the process that holds the namespaces of a pod."""
+
+_APPLETS = (
+    "cat", "chmod", "cut", "date", "df", "dd", "echo", "env", "false", "grep", "head", "hostname", "httpd", "id", "ip", "kill", "ls",
+    "mkdir", "mount", "nc", "nproc", "od", "printf", "ps", "rm", "sed", "seq", "sh", "sleep", "stat", "tail", "test", "touch", "tr",
+    "true", "uname", "wc", "wget",
+)  # fmt: skip
+
+
+def write_busybox_image(path: Path, busybox: Path) -> None:
+    """An image of a statically linked busybox, under the names `BUSYBOX` and `PAUSE`; its default command sleeps."""
+    links = {f"bin/{applet}": "busybox" for applet in _APPLETS}
+    files = {"bin/busybox": busybox.read_bytes(), "etc/passwd": b"root:x:0:0::/:/bin/sh\nludus:x:10001:10001::/:/bin/sh\n"}
+    write_image(path, (BUSYBOX, PAUSE), files, links, command=("/bin/sleep", "2147483647"))
+
+
+def write_image(
+    path: Path, names: Sequence[str], files: Mapping[str, bytes], links: Mapping[str, str], command: Sequence[str]
+) -> None:
+    """One layer with these files (all executable) and symbolic links."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        for folder in ("bin", "dev", "etc", "proc", "sys", "tmp"):
+            info = tarfile.TarInfo(folder)
+            info.type, info.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
+            tar.addfile(info)
+        for name, data in files.items():
+            _add(tar, name, data, 0o755)
+        for name, target in links.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            tar.addfile(info)
+    digest = hashlib.sha256(layer.getvalue()).hexdigest()
+    config = json.dumps(
+        {
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {"Cmd": list(command), "Env": ["PATH=/bin"], "WorkingDir": "/"},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+        }
+    ).encode()
+    config_name = f"{hashlib.sha256(config).hexdigest()}.json"
+    manifest = [{"Config": config_name, "RepoTags": list(names), "Layers": [f"{digest}/layer.tar"]}]
+    with tarfile.open(path, "w") as archive:
+        _add(archive, f"{digest}/layer.tar", layer.getvalue())
+        _add(archive, config_name, config)
+        _add(archive, "manifest.json", json.dumps(manifest).encode())
+
+
+def names_in(path: Path) -> list[str]:
+    """Names of the images of a docker-archive file."""
+    with tarfile.open(path) as archive:
+        manifest = archive.extractfile("manifest.json")
+        assert manifest is not None, f"{path} is not a docker-archive file: it has no manifest.json"
+        return [name for image in json.load(manifest) for name in image["RepoTags"] or ()]
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), mode
+    archive.addfile(info, io.BytesIO(data))
