@@ -218,20 +218,18 @@ def test_pods_of_a_node_without_power_are_replaced_and_the_node_comes_back(rig: 
     wait_job(rig, "again")
 
 
-def test_a_cluster_whose_test_is_killed_is_gone(tmp_path: Path) -> None:
+def test_a_cluster_whose_test_is_killed_is_gone() -> None:
     def links() -> set[str]:
-        return set(os.listdir("/sys/class/net"))
+        return {name for name in os.listdir("/sys/class/net") if name.startswith("ludus-k8s")}
 
-    def left() -> list[str]:
-        """Processes that work in its directory, or have it in their command line."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if any(str(base) in word for word in process.info["cmdline"] or ()):
-                found.append(str(process))
-        return found
+    def processes() -> list[str]:
+        found = psutil.process_iter(["cmdline"])
+        return [str(process) for process in found if any(str(base) in word for word in process.info["cmdline"] or ())]
 
-    before, mounts = links(), Path("/proc/self/mounts").read_text()
-    rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=False).stdout.count("KUBE")
+    def rules() -> int:
+        return subprocess.run(["iptables-save"], capture_output=True, text=True, check=False).stdout.count("KUBE")
+
+    before = links(), rules()
     with subprocess.Popen(
         [sys.executable, "-m", "tests.system.kubernetes_rig"], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -240,14 +238,13 @@ def test_a_cluster_whose_test_is_killed_is_gone(tmp_path: Path) -> None:
             found = re.search(r"KUBECONFIG=(\S+)/kubeconfig", process.stdout.readline())
             assert found
             base = Path(found[1])
-            assert left()
-            assert links() != before
+            assert processes()
+            assert links() != before[0]
         finally:
             process.send_signal(signal.SIGKILL)
-    wait_until(lambda: left() == [], what=left)
-    wait_until(lambda: links() == before, what=links)
-    assert Path("/proc/self/mounts").read_text() == mounts
-    assert subprocess.run(["iptables-save"], capture_output=True, text=True, check=False).stdout.count("KUBE") == rules
+    wait_until(lambda: processes() == [], what=processes)
+    wait_until(lambda: (links(), rules()) == before, what=lambda: (links(), rules()))
+    assert str(base) not in Path("/proc/self/mounts").read_text()
     remove_stale()  # as the next cluster does
     assert not base.exists()
     assert list(Path("/sys/fs/cgroup").glob(f"*/{base.name}")) == []

@@ -37,7 +37,7 @@ from tests.system import hosts as namespaces
 from tests.system.hosts import Hosts
 from tests.system.kubernetes import cgroups
 from tests.system.kubernetes.build import Programs, build
-from tests.system.kubernetes.certificates import Authority, write_key
+from tests.system.kubernetes.certificates import Authority
 from tests.system.kubernetes.cgroups import Cgroups
 from tests.system.kubernetes.images import PAUSE, names_in, write_busybox_image
 from tests.waiting import wait_until
@@ -45,6 +45,9 @@ from tests.waiting import wait_until
 ADMIN = "admin"
 RESTRICTED = "restricted"
 """Contexts of the kubeconfig file. The second may get and list pods of the namespace `default`, and nothing else."""
+
+POD_USER = 10001
+"""Owner of persistent volumes; storage that changes the group of a volume to that of the pod is not available here."""
 
 LIFE_S = 6 * 3600
 _BASE = Path("/var/tmp")
@@ -254,7 +257,7 @@ class KubernetesRig:
             f"--tls-cert-file={pki}/api.crt", f"--tls-private-key-file={pki}/api.key", f"--client-ca-file={pki}/ca.crt",
             f"--kubelet-client-certificate={pki}/api.crt", f"--kubelet-client-key={pki}/api.key",
             f"--kubelet-certificate-authority={pki}/ca.crt", "--kubelet-preferred-address-types=InternalIP",
-            f"--token-auth-file={pki}/tokens.csv", f"--service-account-key-file={pki}/sa.key",
+            f"--token-auth-file={pki}/tokens.csv", f"--service-account-key-file={pki}/sa.crt",
             f"--service-account-signing-key-file={pki}/sa.key", "--service-account-issuer=https://kubernetes.default.svc",
             "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
             f"--service-cluster-ip-range={self._services}", f"--feature-gates={_GATES}",
@@ -262,15 +265,15 @@ class KubernetesRig:
             "--default-not-ready-toleration-seconds=3", "--default-unreachable-toleration-seconds=3",
         )  # fmt: skip
         self._wait("the API server", lambda: self.kubectl("get", "--raw=/readyz", check=False) == "ok", "apiserver")
-        # With a umask of 0: directories of volumes are for all users of pods.
+        # It makes the directories of volumes, for itself only: so its user is that of our pods. It still has to read the files of root.
         self._daemon(
             0, "kcm", "kube-controller-manager",
             f"--kubeconfig={self._config('kcm')}", f"--root-ca-file={pki}/ca.crt",
             f"--service-account-private-key-file={pki}/sa.key", "--use-service-account-credentials", "--leader-elect=false",
             "--bind-address=127.0.0.1", "--port=0", "--allocate-node-cidrs=false", "--enable-hostpath-provisioner",
             "--node-monitor-period=1s", "--node-monitor-grace-period=8s", f"--feature-gates={_GATES}",
-            "--pv-recycler-minimum-timeout-hostpath=10", "--pvclaimbinder-sync-period=2s",
-            umask=0,
+            f"--flex-volume-plugin-dir={self.base}/volume-plugins", "--pvclaimbinder-sync-period=2s",
+            user=POD_USER,
         )  # fmt: skip
         self._daemon(0, "scheduler", "kube-scheduler", f"--kubeconfig={self._config('scheduler')}", "--leader-elect=false",
                      "--bind-address=127.0.0.1", "--port=0")  # fmt: skip
@@ -287,13 +290,13 @@ class KubernetesRig:
         )  # fmt: skip
         self._daemon(index, f"{node}-proxy", "kube-proxy", f"--config={place}/proxy.json")
 
-    def _daemon(self, index: int, name: str, program: str, *words: str, umask: int = 0o022) -> None:
+    def _daemon(self, index: int, name: str, program: str, *words: str, user: int = 0) -> None:
         command: list[str | Path] = [self.programs.path(program), *words]
+        if user:
+            ids = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+            command = ["setpriv", *ids, "--inh-caps=+dac_override", "--ambient-caps=+dac_override", *command]
         with open(self.base / "log" / f"{name}.log", "ab") as log:
-            self._daemons[name] = self.hosts.run(
-                index, ["sh", "-c", f'umask {umask:o}; exec "$@"', "sh", *command], env=self._daemon_environment, output=log,
-                cwd=self.base,
-            )  # fmt: skip
+            self._daemons[name] = self.hosts.run(index, command, env=self._daemon_environment, cwd=self.base, output=log)
 
     @property
     def _daemon_environment(self) -> dict[str, str]:
@@ -329,7 +332,7 @@ class KubernetesRig:
         authority = Authority(self.base / "pki")
         first_service = self._services.replace(".0/24", ".1")
         authority.sign("api", "/O=system:masters/CN=kube-apiserver", [address, first_service], ["kubernetes.default.svc"])
-        write_key(self.base / "pki" / "sa.key")
+        authority.sign("sa", "/CN=service-accounts")
         groups = {ADMIN: "system:masters", **dict.fromkeys(self.nodes, "system:nodes")}
         names = {"kcm": "system:kube-controller-manager", "scheduler": "system:kube-scheduler", "kube-proxy": "system:kube-proxy"}
         names |= {node: f"system:node:{node}" for node in self.nodes}

@@ -49,12 +49,6 @@ class Authority:
         return certificate, key
 
 
-def write_key(path: Path) -> Path:
-    """A private key, without a certificate."""
-    _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", path)
-    return path
-
-
 def _new_key(path: Path) -> list[str | Path]:
     return ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", path]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BUSYBOX = "localhost/busybox:1"
+REDIS = "localhost/redis:7"
 PAUSE = "localhost/pause:1"
 """The image of the process that holds the namespaces of a pod."""
 
@@ -18,13 +20,25 @@ _APPLETS = (
     "mkdir", "mount", "nc", "nproc", "od", "printf", "ps", "rm", "sed", "seq", "sh", "sleep", "stat", "tail", "test", "touch", "tr",
     "true", "uname", "wc", "wget",
 )  # fmt: skip
+_LINKS = {f"bin/{applet}": "busybox" for applet in _APPLETS}
+_USERS = {"etc/passwd": b"root:x:0:0::/:/bin/sh\nludus:x:10001:10001::/:/bin/sh\n"}
+_CALL_S = 10.0
 
 
 def write_busybox_image(path: Path, busybox: Path) -> None:
     """An image of a statically linked busybox, under the names `BUSYBOX` and `PAUSE`; its default command sleeps."""
-    links = {f"bin/{applet}": "busybox" for applet in _APPLETS}
-    files = {"bin/busybox": busybox.read_bytes(), "etc/passwd": b"root:x:0:0::/:/bin/sh\nludus:x:10001:10001::/:/bin/sh\n"}
-    write_image(path, (BUSYBOX, PAUSE), files, links, command=("/bin/sleep", "2147483647"))
+    write_image(
+        path, (BUSYBOX, PAUSE), {"bin/busybox": busybox.read_bytes(), **_USERS}, _LINKS, command=("/bin/sleep", "2147483647")
+    )
+
+
+def write_redis_image(path: Path, busybox: Path, redis: Path) -> None:
+    """An image of this machine's Redis server, with a shell, under the name `REDIS`."""
+    shown = subprocess.run(["ldd", redis], capture_output=True, text=True, check=True, timeout=_CALL_S).stdout
+    libraries = [Path(word) for word in shown.split() if word.startswith("/")]
+    files = {str(it).lstrip("/"): it.read_bytes() for it in libraries}
+    files |= {"bin/redis-server": redis.read_bytes(), "bin/busybox": busybox.read_bytes(), **_USERS}
+    write_image(path, (REDIS,), files, _LINKS, command=("/bin/redis-server",))
 
 
 def write_image(
