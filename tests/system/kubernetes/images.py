@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 BUSYBOX = "localhost/busybox:1"
 REDIS = "localhost/redis:7"
@@ -58,28 +59,52 @@ def write_image(
             info.type, info.linkname = tarfile.SYMTYPE, target
             tar.addfile(info)
     digest = hashlib.sha256(layer.getvalue()).hexdigest()
-    config = json.dumps(
-        {
-            "architecture": "amd64",
-            "os": "linux",
-            "config": {"Cmd": list(command), "Env": ["PATH=/bin"], "WorkingDir": "/"},
-            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-        }
-    ).encode()
-    config_name = f"{hashlib.sha256(config).hexdigest()}.json"
-    manifest = [{"Config": config_name, "RepoTags": list(names), "Layers": [f"{digest}/layer.tar"]}]
+    config = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Cmd": list(command), "Env": ["PATH=/bin"], "WorkingDir": "/"},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+    }
     with tarfile.open(path, "w") as archive:
-        _add(archive, f"{digest}/layer.tar", layer.getvalue())
-        _add(archive, config_name, config)
-        _add(archive, "manifest.json", json.dumps(manifest).encode())
+        _add(archive, f"{digest}.tar", layer.getvalue())
+        _add_manifest(archive, config, names, [f"{digest}.tar"])
+
+
+def add_layer(archive: Path, path: Path, name: str, layer: Path) -> None:
+    """Write an image that is the first one of `archive` with one more layer, the tar file `layer`."""
+    with tarfile.open(archive) as before, tarfile.open(path, "w") as after:
+        (old, *_) = _load(before, "manifest.json")
+        config = _load(before, old["Config"])
+        for member in before:
+            if member.name not in ("manifest.json", "repositories", old["Config"]):
+                after.addfile(member, before.extractfile(member) if member.isfile() else None)
+        with open(layer, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        config["rootfs"]["diff_ids"].append(f"sha256:{digest}")
+        config.setdefault("history", []).append({"created_by": "tests"})
+        after.add(layer, f"{digest}.tar")
+        _add_manifest(after, config, (name,), [*old["Layers"], f"{digest}.tar"])
+
+
+def _add_manifest(archive: tarfile.TarFile, config: Mapping[str, Any], names: Sequence[str], layers: Sequence[str]) -> None:
+    text = json.dumps(config).encode()
+    config_name = f"{hashlib.sha256(text).hexdigest()}.json"
+    _add(archive, config_name, text)
+    _add(
+        archive, "manifest.json", json.dumps([{"Config": config_name, "RepoTags": list(names), "Layers": list(layers)}]).encode()
+    )
+
+
+def _load(archive: tarfile.TarFile, name: str) -> Any:
+    file = archive.extractfile(name)
+    assert file is not None, f"not a docker-archive file: it has no {name}"
+    return json.load(file)
 
 
 def names_in(path: Path) -> list[str]:
     """Names of the images of a docker-archive file."""
     with tarfile.open(path) as archive:
-        manifest = archive.extractfile("manifest.json")
-        assert manifest is not None, f"{path} is not a docker-archive file: it has no manifest.json"
-        return [name for image in json.load(manifest) for name in image["RepoTags"] or ()]
+        return [name for image in _load(archive, "manifest.json") for name in image["RepoTags"] or ()]
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
