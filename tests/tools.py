@@ -21,7 +21,7 @@ _INSTALLABLE = frozenset(
         *("g++", "mcs", "mono", "godot3-server", "godot4"),
         *("promtool", "nginx", "haproxy", "ip", "unshare", "nsenter", "redis-server", "redis-cli", "fusermount3", "sshfs"),
         *("sbatch", "srun", "slurmctld", "slurmd", "munged", "sshd", "ssh", "ssh-keygen", "Xvfb", "glxinfo", "eglinfo"),
-        *("xvfb-run", "wine"),
+        *("xvfb-run", "wine", "buildah", "podman", "runc", "debootstrap"),
     }
 )
 
