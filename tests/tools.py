@@ -33,7 +33,7 @@ _INSTALLABLE = frozenset(
             "sshfs",
         ),
         *("sbatch", "srun", "slurmctld", "slurmd", "munged", "sshd", "ssh", "ssh-keygen", "Xvfb", "glxinfo", "eglinfo"),
-        *("xvfb-run", "wine"),
+        *("xvfb-run", "wine", "buildah", "podman", "runc", "debootstrap"),
     }
 )
 

@@ -214,6 +214,7 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     workers = [
         {"worker": 0, "node": "here", "state": "ready", "pid": 12, "fps": 1234.5, "env_share": 0.81, "restarts": 0, "error": ""},
         {"worker": 1, "node": "far", "state": "waiting", "pid": None, "restarts": 3, "error": "IndexError: [/bold] x[3]"},
+        {"worker": "vm-12-9f01", "node": "vm", "state": "sampling", "pid": 8, "restarts": 0, "error": ""},  # of a fleet
     ]
     numbers = WORKING | {"memory/waiting": 4.0}
     seen = {**run_status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
@@ -225,6 +226,7 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "here", "ready", "12", "1,234", "81%", "–", "–", "–", "0"] in rows
     assert any(row[:4] == ["1", "far", "waiting", "–"] and row[-3:] == ["IndexError:", "[/bold]", "x[3]"] for row in rows)
+    assert any(row[:4] == ["vm-12-9f01", "vm", "sampling", "8"] for row in rows)
     assert "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart" in text
     assert "4 segments wait for the learner" in text
     assert "here (2 cores), far (1 core)" in text

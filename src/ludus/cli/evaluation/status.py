@@ -113,7 +113,7 @@ def _facts(current: RunStatus) -> Iterable[tuple[str, str]]:
 
 
 _COLUMNS = (
-    ("worker", "worker", "{:.0f}"),
+    ("worker", "worker", "{}"),  # a number, or the name of a worker of a fleet
     ("node", "node", "{}"),
     ("state", "state", "{}"),
     ("pid", "pid", "{:.0f}"),

@@ -1,0 +1,49 @@
+"""Write the software bill of materials of an image: CycloneDX JSON with the Python packages of an environment and the Debian packages.
+
+    python sbom.py /opt/ludus > sbom.cdx.json
+
+The Python part comes from cyclonedx-bom, which must be installed next to the interpreter that runs this file.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+_DPKG_FIELDS = "${db:Status-Status}\t${Package}\t${Version}\t${Architecture}\n"
+
+
+def debian_components(lines: Iterable[str], distribution: str) -> list[dict[str, Any]]:
+    """The installed packages among lines of `dpkg-query`: status, name, version and architecture, separated by tabs."""
+    components = []
+    for line in lines:
+        status, name, version, architecture = line.rstrip("\n").split("\t")
+        if status == "installed":
+            purl = f"pkg:deb/{distribution.partition('-')[0]}/{quote(name)}@{quote(version)}?arch={architecture}&distro={distribution}"
+            components.append({"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl})
+    return components
+
+
+def main(environment: Path) -> None:
+    tool = Path(sys.executable).with_name("cyclonedx-py")
+    python = subprocess.run(
+        [tool, "environment", "--output-format", "JSON", "--output-reproducible", environment / "bin" / "python"],
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    bom = json.loads(python.stdout)
+    release = platform.freedesktop_os_release()
+    packages = subprocess.run(["dpkg-query", "--show", f"--showformat={_DPKG_FIELDS}"], check=True, stdout=subprocess.PIPE, text=True)
+    distribution = f"{release['ID']}-{release['VERSION_ID']}"
+    bom["components"] = [*bom["components"], *debian_components(packages.stdout.splitlines(), distribution)]
+    json.dump(bom, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
