@@ -1,8 +1,8 @@
 """Print the requirements of the package and of some of its extras, so that an image layer depends on pyproject.toml alone.
 
-    python requirements.py redis s3                 the dependencies of ludus[redis,s3]
-    python requirements.py arena --without torch    the same without torch, for programs that do not import it
-    python requirements.py atari --extras-only      what an extra adds
+python requirements.py redis s3                 the dependencies of ludus[redis,s3]
+python requirements.py arena --without torch    the same without torch, for programs that do not import it
+python requirements.py atari --extras-only      what an extra adds
 """
 
 from __future__ import annotations

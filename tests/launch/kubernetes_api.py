@@ -91,7 +91,7 @@ class ApiServer:
     def end_pod(self, name: str, code: int, **terminated: Any) -> None:
         with self._lock:
             pod = self.objects["pods", name]
-            state = {"terminated": {"exitCode": code, **terminated}}
+            state: dict[str, Any] = {"terminated": {"exitCode": code, **terminated}}
             pod["status"] |= {"phase": "Failed" if code else "Succeeded", "containerStatuses": [container(pod, **state)]}
 
     # -- requests

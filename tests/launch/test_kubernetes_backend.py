@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from ludus.errors import UnknownName, UsageError, WorkerFailed
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import backend as backend_module
-from ludus.launch.kubernetes import fleet, objects
+from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.backend import SUBMIT_S, KubernetesOrchestrator, remembered_places
 from ludus.launch.kubernetes.plan import fleet_job, plan_kubernetes
+from ludus.launch.kubernetes.pod import MEMORY_HOST
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodImage, ScaleSettings, parse_storage
 from ludus.launch.planner import NodeRequest, RuntimeEnv
 from ludus.transport.message_stream import PASSWORD
@@ -91,7 +93,7 @@ def test_a_redis_of_its_own_has_a_password_that_its_clients_get(api: ApiServer) 
     assert len(data[PASSWORD]) >= 32
     assert "maxmemory 805306368\n" in data[objects.REDIS_CONF]
     pod = api.objects["deployments", f"{job_id}-worker"]["spec"]["template"]["spec"]
-    assert f"redis://$({fleet.MEMORY_HOST}):6379/0" in pod["containers"][0]["command"]
+    assert f"redis://$({MEMORY_HOST}):6379/0" in pod["containers"][0]["command"]
     assert api.objects["configmaps", f"{job_id}-addresses"]["data"]["memory"].startswith("10.96.")
 
 
@@ -139,7 +141,7 @@ def test_a_job_cancelled_during_its_submission_leaves_nothing(api: ApiServer, mo
 
 def test_names_that_are_taken_are_avoided(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1, 1, 2])
-    monkeypatch.setattr(backend_module.secrets, "randbits", lambda bits: next(numbers))
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(numbers))
     orchestrator = KubernetesOrchestrator(SETTINGS)
     first, second = orchestrator.submit(trial()), orchestrator.submit(trial())
     assert first != second

@@ -221,7 +221,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, api: ApiServer,
     monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         kept: list[socket.socket] = []
-        threading.Thread(target=lambda: [kept.append(silent.accept()[0]) for _ in range(9)], daemon=True).start()
+        threading.Thread(target=lambda: kept.extend(silent.accept()[0] for _ in range(9)), daemon=True).start()
         config = yaml.safe_load(api.write_kubeconfig(tmp_path / "config").read_text())
         config["clusters"][0]["cluster"]["server"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         (tmp_path / "config").write_text(yaml.safe_dump(config))

@@ -82,7 +82,18 @@ class ContainerRig:
             given = {"BASE": BASE, "TORCH_INDEX": "", "VERSION": ludus.__version__, "REVISION": revision(), **(arguments or {})}
             words = [word for name, value in given.items() for word in ("--build-arg", f"{name}={value}")]
             self._buildah(
-                *("bud", "--layers", "--isolation", "chroot", "--format", "docker", "--file", str(DOCKERFILE), "--target", target),
+                *(
+                    "bud",
+                    "--layers",
+                    "--isolation",
+                    "chroot",
+                    "--format",
+                    "docker",
+                    "--file",
+                    str(DOCKERFILE),
+                    "--target",
+                    target,
+                ),
                 *words,
                 *("--build-context", f"wheelhouse={self._wheelhouse()}", *self._secrets(), "--tag", image, str(PROJECT)),
             )
@@ -101,7 +112,7 @@ class ContainerRig:
         return SERVICES
 
     def inspect(self, image: str) -> dict[str, Any]:
-        (found,) = json.loads(self._podman("image", "inspect", image))
+        (found,) = json.loads(self._podman("image", "inspect", image) or "[]")
         return dict(found)
 
     def size(self, image: str) -> int:
