@@ -1,10 +1,10 @@
 """Make an installed Python environment smaller. Run by the build stages of the Dockerfile.
 
-    python shrink.py /opt/ludus              remove headers, tests and debug symbols
-    python shrink.py /opt/ludus --bytecode   also keep bytecode only for modules that a training imports, a seventh of all
+    python shrink.py /opt/ludus      remove tests, headers, debug symbols, and the bytecode of modules that a training does not import
+    python shrink.py --tests /opt/variant     remove tests only
 
-A container cannot write bytecode: modules without it are compiled each time they are imported. --bytecode must run with the interpreter
-of the environment.
+The first form must run with the interpreter of the environment. A container cannot write bytecode: modules without it are compiled each
+time they are imported. Bytecode of all modules would be six times as large.
 """
 
 from __future__ import annotations
@@ -14,27 +14,38 @@ import compileall
 import contextlib
 import importlib
 import shutil
-import stat
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 USELESS = ("torch/include", "torch/test", "torch/bin/*[Tt]est*", "torch/bin/protoc*", "ray/jars")
 """Headers and tests of torch; Java workers of Ray."""
-PROGRAMS = ("ray/core/src/ray/*/*",)
+STRIPPED = {
+    "fontTools": "import fontTools.ttLib",
+    "kiwisolver": "import kiwisolver",
+    "lz4": "import lz4.frame; lz4.frame.compress(bytes(9))",
+    "ray": "import ray._raylet",
+    "torch": "import torch; (torch.ones(9, 9, requires_grad=True) @ torch.ones(9, 9)).sum().backward()",
+    "uvloop": "import uvloop; uvloop.new_event_loop().close()",
+    "zstandard": "import zstandard; zstandard.compress(bytes(9))",
+}
+"""Packages with debug symbols, and a program that must still run without them: `strip` damages files that some tools have rewritten."""
 IMPORTS = (
     *(
         "cloudpickle",
         "gymnasium.vector",
         "httptools",
         "imageio",
+        "lz4.frame",
         "matplotlib.pyplot",
         "msgpack",
         "numba",
         "obstore",
         "psutil",
-        "pydantic.main",
     ),
     *(
+        "pydantic.main",
         "pygame",
         "ray",
         "redis",
@@ -44,7 +55,7 @@ IMPORTS = (
         "tensorboard",
         "torch.distributed",
     ),
-    *("torch.utils.tensorboard", "typer", "uvicorn", "uvloop", "yaml"),
+    *("torch.utils.tensorboard", "typer", "uvicorn", "uvloop", "yaml", "zstandard"),
 )
 """Modules whose import compiles nearly everything that a training imports; those that are not installed are left out."""
 PACKAGES = ("pydantic", "ray/_private", "ray/autoscaler", "ray/dashboard", "ray/util")
@@ -60,18 +71,24 @@ def remove_useless(packages: Path) -> None:
 
 
 def strip_symbols(packages: Path) -> None:
-    """Of extension modules and programs; not of the libraries in NAME.libs, which other tools have rewritten."""
-    modules = [
-        path for path in packages.rglob("*.so*") if path.is_file() and not path.relative_to(packages).parts[0].endswith(".libs")
-    ]
-    programs = [
-        path for pattern in PROGRAMS for path in packages.glob(pattern) if path.is_file() and path.stat().st_mode & stat.S_IXUSR
-    ]
-    for path in [*modules, *programs]:
-        with open(path, "rb") as file:
-            if file.read(4) != b"\x7fELF":
-                continue
-        subprocess.run(["strip", "--strip-unneeded", path], check=True)
+    for name, program in STRIPPED.items():
+        binaries = [path for path in (packages / name).rglob("*") if is_binary(path)]
+        with tempfile.TemporaryDirectory() as directory:
+            copies = [(path, Path(directory) / str(number)) for number, path in enumerate(binaries)]
+            for path, copy in copies:
+                shutil.copy2(path, copy)
+                subprocess.run(["strip", "--strip-unneeded", path], check=True)
+            if binaries and subprocess.run([sys.executable, "-c", program]).returncode != 0:
+                sys.stderr.write(f"{name} does not work without its symbols; they are kept\n")
+                for path, copy in copies:
+                    shutil.copy2(copy, path)
+
+
+def is_binary(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"\x7fELF"
 
 
 def compile_imports(packages: Path) -> None:
@@ -88,12 +105,12 @@ def compile_imports(packages: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environment", type=Path)
-    parser.add_argument("--bytecode", action="store_true")
+    parser.add_argument("--tests", action="store_true")
     given = parser.parse_args()
     (packages,) = given.environment.glob("lib/python3*/site-packages")
     remove_useless(packages)
-    strip_symbols(packages)
-    if given.bytecode:
+    if not given.tests:
+        strip_symbols(packages)
         compile_imports(packages)
 
 

@@ -33,9 +33,11 @@ _INSTALLABLE = frozenset(
             "sshfs",
         ),
         *("sbatch", "srun", "slurmctld", "slurmd", "munged", "sshd", "ssh", "ssh-keygen", "Xvfb", "glxinfo", "eglinfo"),
-        *("xvfb-run", "wine", "buildah", "podman", "runc", "debootstrap"),
+        *("xvfb-run", "wine", "buildah", "podman", "runc", "debootstrap", "docker-compose"),
     }
 )
+_UNPACKED = frozenset({"godot4", "docker-compose"})
+"""From a later Debian, below ~/.cache/ludus."""
 
 
 def need(program: str) -> str:
@@ -50,10 +52,13 @@ def need(program: str) -> str:
 
 
 def _find(program: str) -> str | None:
-    if program != "godot4":
-        return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-    unpacked = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ludus" / "godot4" / "run"
-    return shutil.which(program) or (str(unpacked) if unpacked.exists() else None)
+    if program in _UNPACKED:
+        unpacked = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ludus" / program / "run"
+        if unpacked.exists():
+            return str(unpacked)
+    if program == "docker-compose":  # Debian 12 has version 1
+        return None
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
 @functools.cache  # at most one attempt in a session

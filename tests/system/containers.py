@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import ludus
 from tests.tools import need
+from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 DOCKERFILE = PROJECT / "docker" / "Dockerfile"
@@ -191,12 +191,42 @@ class ContainerRig:
         done = self._execute(["podman", "logs", container], _COMMAND_S)
         return done.stdout + done.stderr
 
+    def stop(self, container: str, grace_s: int = 60) -> int:
+        """Send SIGTERM and return the exit code."""
+        self._podman("stop", "--time", str(grace_s), container, timeout_s=grace_s + _COMMAND_S)
+        return int(self._podman_output("inspect", "--format", "{{.State.ExitCode}}", container))
+
     def remove(self, container: str) -> None:
         self._podman("rm", "--force", "--time", "5", "--volumes", container)
 
     def close(self) -> None:
         for container in self._podman_output("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
             self.remove(container)
+
+    def leftovers(self, project: str) -> str:
+        """Containers, volumes and networks of a Compose project."""
+        listings = (
+            ("ps", "--all", "--format", "{{.Names}}"),
+            ("volume", "ls", "--format", "{{.Name}}"),
+            ("network", "ls", "--format", "{{.Name}}"),
+        )
+        names = [name for words in listings for name in self._podman_output(*words).split()]
+        return " ".join(name for name in names if name.startswith(project))
+
+    @contextlib.contextmanager
+    def docker_socket(self) -> Iterator[str]:
+        """Podman's implementation of the Docker API, for Docker Compose; yields its address."""
+        path = self.directory / "tmp" / f"{self.label.rpartition('=')[2]}.sock"
+        with open(self.directory / "tmp" / "service.log", "ab") as log:
+            command = ["podman", "system", "service", "--time", "0", f"unix://{path}"]
+            service = subprocess.Popen(command, env=os.environ | self.environment, cwd=self.directory, stdout=log, stderr=log)
+        try:
+            wait_until(path.exists, _COMMAND_S, what="the socket of podman", failed=service.poll)
+            yield f"unix://{path}"
+        finally:
+            service.terminate()
+            service.wait(_COMMAND_S)
+            path.unlink(missing_ok=True)
 
     # -- programs ----------------------------------------------------------------------------------------------------------
 
@@ -259,8 +289,3 @@ def targets() -> list[str]:
         elif line.startswith("USER "):
             found.append(stage)
     return found
-
-
-def extras() -> set[str]:
-    with open(PROJECT / "pyproject.toml", "rb") as file:
-        return set(tomllib.load(file)["project"]["optional-dependencies"])
