@@ -135,7 +135,6 @@ def test_the_documentation_names_every_key_and_its_backends() -> None:
     ("text", "match"),
     [
         ("on: slrum", r"slrum is unknown.*slurm"),
-        ("on: kubernetes", "not available"),
         ("nodez: 3", r"unknown key 'nodez'.*nodes"),
         ("on: ssh\nidentity: ~no-such-user/id", "~no-such-user/id is in the home directory of an unknown user"),
         ("nodes: 0", "nodes"),
