@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,16 @@ def test_short_tokens_and_readable_files_cause_warnings(tmp_path: Path, caplog: 
     path.write_text("0123456789abcdef\n")
     Tokens.read(path)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o440, False), (0o444, True)])
+def test_a_file_that_another_user_gives_to_our_group_causes_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: int, warned: bool
+) -> None:
+    """As the kubelet mounts a Secret in a pod: it belongs to root and to the group of the pod."""
+    path = tmp_path / "tokens"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(mode)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    Tokens.read(path)
+    assert ("readable by others" in caplog.text) is warned

@@ -242,7 +242,8 @@ def test_an_answer_that_is_not_json_is_reported(
 
 def test_private_keys_of_the_kubeconfig_are_not_left_readable(tmp_path: Path, api: ApiServer) -> None:
     """The library writes them to temporary files, which must be private."""
-    from kubernetes.config.kube_config import _create_temp_file_with_content
+    from kubernetes.config import kube_config
 
-    path = Path(_create_temp_file_with_content(b"a private key", str(tmp_path)))
+    write: Any = kube_config._create_temp_file_with_content
+    path = Path(write(b"a private key", str(tmp_path)))
     assert stat.S_IMODE(os.stat(path).st_mode) & 0o077 == 0

@@ -127,11 +127,15 @@ def read_token(path: str | Path | None) -> str | None:
 
 
 def warn_about_token_file(path: Path, tokens: Iterable[str]) -> None:
-    """Log a warning about tokens that are easy to guess and about a file that other users can read."""
+    """Log a warning about tokens that are easy to guess and about a file that other users can read.
+
+    A file of another user that our group may read was given to us, as a Secret mounted in a pod is: it is no mistake.
+    """
     length = min(map(len, tokens))
     if length < SHORT_TOKEN:
         log.warning("a token in %s has only %d characters: use 32 random ones (openssl rand -hex 16)", path, length)
     with contextlib.suppress(OSError):
-        mode = path.expanduser().stat().st_mode
-        if os.name == "posix" and mode & 0o077:
+        status = path.expanduser().stat()
+        mode = status.st_mode
+        if os.name == "posix" and (mode & 0o007 or (mode & 0o070 and status.st_uid == os.getuid())):
             log.warning("the token file %s is readable by others (mode %04o): chmod 600 %s", path, mode & 0o777, path)

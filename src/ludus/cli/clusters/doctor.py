@@ -23,7 +23,8 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 
 def doctor(
     on: Annotated[
-        str | None, _machines(help="Launcher with which the run will be started. [default: local]", metavar="local|ssh|slurm")
+        str | None,
+        _machines(help="Launcher with which the run will be started. [default: local]", metavar="local|ssh|slurm|kubernetes"),
     ] = None,
     file: Annotated[Path | None, _machines("--file", "-f", help="Cluster file, as for `ludus submit`.")] = None,
     iplist: Annotated[
@@ -50,6 +51,12 @@ def doctor(
     ] = None,
     identity: Annotated[Path | None, _machines(help="Private SSH key.")] = None,
     known_hosts: Annotated[Path | None, _machines(help="SSH known-hosts file.")] = None,
+    namespace: Annotated[str | None, _machines(help="Kubernetes namespace.")] = None,
+    context: Annotated[str | None, _machines(help="Context of the kubeconfig.")] = None,
+    cpus: Annotated[int | None, _machines(help="Kubernetes: cores of a pod.", min=1)] = None,
+    node_memory: Annotated[
+        str | None, _machines("--node-memory", help="Kubernetes: memory of a pod, e.g. 4Gi.", metavar="SIZE")
+    ] = None,
     timeout: Annotated[float, _machines(help="Time limit for each remote machine, in seconds.", min=1.0)] = 90.0,
     quick: Annotated[bool, _run("--quick", help="Run only checks that need no other program and no server.")] = False,
     as_json: Annotated[bool, _output("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
@@ -69,7 +76,10 @@ def doctor(
     )  # fmt: skip
     options = {
         "on": on, "iplist": iplist, "nodes": nodes, "partition": partition, "time": time, "identity": identity, "known_hosts": known_hosts,
+        "namespace": namespace, "context": context, "cpus": cpus,
     }  # fmt: skip
+    if node_memory is not None:  # --memory is the address of Redis
+        options["memory"] = node_memory
     target = _target(file, options)
     if target is not None and target.on == "slurm" and time is not None and not quick and _needs_allocation():
         again = {

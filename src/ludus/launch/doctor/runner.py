@@ -54,7 +54,18 @@ class DoctorRun:
             return self._check_ssh(config, environ)
         if config.on == "slurm":
             return self._check_slurm_nodes(config, environ)
-        raise UsageError(f"ludus doctor does not support {config.on}.", "It supports local, ssh and slurm.")
+        if config.on == "kubernetes":
+            return self._check_kubernetes(config)
+        raise UsageError(f"ludus doctor does not support {config.on}.", "It supports local, ssh, slurm and kubernetes.")
+
+    def _check_kubernetes(self, config: ClusterConfig) -> list[DoctorFinding]:
+        """Check the cluster as this machine sees it, which only submits the run: pods have their own Python."""
+        from ludus.launch.doctor.kubernetes_checks import check_kubernetes
+        from ludus.launch.kubernetes.client import KubernetesClient
+
+        settings = config.kubernetes_settings()
+        client = KubernetesClient(settings.context, settings.namespace)
+        return [finding.on_node("kubernetes") for finding in check_kubernetes(client, settings, config.name or "")]
 
     def _check_ssh(self, config: ClusterConfig, environ: Mapping[str, str]) -> list[DoctorFinding]:
         from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words

@@ -36,8 +36,9 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
     """Return the objects of a job with a gamecore server beside its main role, if the settings ask for one."""
     if not settings.gamecore.enabled:
         return found
-    python = pod.python_of(next(role for role in job.roles if role.name == job.main))
-    role = Role(ROLE, (python, "-P", "-m", "ludus.cli.main", *server_command(settings.gamecore.max_games)))
+    main = next(role for role in job.roles if role.name == job.main)
+    command = (pod.python_of(main), "-P", "-m", "ludus.cli.main", *server_command(settings.gamecore.max_games))
+    role = Role(ROLE, command, environment=main.environment)
     # Without the variables of a client: the server's own games must not order matches from it.
     alone = replace(settings, gamecore=replace(settings.gamecore, enabled=False))
     server = pod.deployment(_server_pod(role, settings, alone), job, alone, identity, 1)

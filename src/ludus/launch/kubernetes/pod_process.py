@@ -135,9 +135,12 @@ def read_secrets(folder: Path) -> dict[str, str]:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a mounted ConfigMap into the working directory."""
-    if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("..*"), dirs_exist_ok=True, copy_function=shutil.copyfile)
+    """Copy the files of a mounted ConfigMap, which are links, into the working directory, which belongs to another user."""
+    for path in sorted(source.rglob("*")):
+        inside = path.relative_to(source)
+        if path.is_file() and not inside.parts[0].startswith(".."):  # the folders of the mount itself
+            (target / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / inside)
 
 
 def run(options: PodOptions) -> int:

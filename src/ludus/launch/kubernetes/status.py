@@ -289,10 +289,10 @@ def has_ended(pod: Manifest, now: float) -> bool:
     metadata, status = pod["metadata"], pod.get("status") or {}
     if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:  # includes the grace period
         return True
-    if status.get("phase") not in ("Succeeded", "Failed"):
-        return False
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
-    return all("running" not in state for state in states)
+    if metadata.get("deletionTimestamp") and states:  # its volumes may take a while
+        return all("terminated" in state for state in states)
+    return status.get("phase") in ("Succeeded", "Failed") and all("running" not in state for state in states)
 
 
 def exit_code(pod: Manifest) -> int | None:
