@@ -136,11 +136,12 @@ def read_secrets(folder: Path) -> dict[str, str]:
 
 def copy_files(source: Path, target: Path) -> None:
     """Copy the files of a mounted ConfigMap, which are links, into the working directory, which belongs to another user."""
-    for path in sorted(source.rglob("*")):
-        inside = path.relative_to(source)
-        if path.is_file() and not inside.parts[0].startswith(".."):  # the folders of the mount itself
-            (target / inside).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / inside)
+    for directory, folders, names in os.walk(source, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith("..")]  # those of the mount itself
+        inside = target / Path(directory).relative_to(source)
+        inside.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(Path(directory) / name, inside / name)
 
 
 def run(options: PodOptions) -> int:
