@@ -90,7 +90,7 @@ def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
         (("--on", "mainframe"), "mainframe is unknown"),
         (("--iplist", "nowhere.iplist"), "nowhere.iplist"),
         (("-f", "nowhere.yaml"), "nowhere.yaml"),
-        (("--on", "kubernetes"), "ludus doctor does not support kubernetes"),
+        (("--on", "os:getcwd"), "ludus doctor does not support os:getcwd"),
     ],
 )
 def test_invalid_options_are_refused(call: Call, options: tuple[str, ...], message: str) -> None:

@@ -86,7 +86,10 @@ def test_files_are_found_next_to_the_file_that_names_them(tmp_path: Path) -> Non
         (S3 + "s3_creds_file = /no/such/file", "s3_creds_file = /no/such/file is not a file"),
         ("[coach]\ndata_store = nfs", "nfs_path"),
         ("[coach]\ndata_store = nfs\nnfs_path = /no/such/mount", "mounted"),
-        ("[coach]\norchestrator = kubernetes", "kubernetes is not available.*ludus fleet worker"),
+        ("[coach]\norchestrator = kubernetes\ndata_store = s3\ns3_bucket_name = games", "kubernetes needs image.*REGISTRY/NAME:TAG"),
+        ("[coach]\norchestrator = kubernetes\nimage = x", "place that all pods reach.*data_store = s3 or nfs"),
+        ("[coach]\norchestrator = kubernetes\nimage = x\ndata_store = nfs\nnfs_path = /exports", "nfs_server"),
+        ("[coach]\norchestrator = kubernetes\nimage = x\ncluster_file = none.yaml", "cluster_file = none.yaml is not a file"),
         ("[coach]\norchestrator = lokal", "lokal.*'local'"),
         ("[coach]\nredis_url = http://user:hush@host", "redis://"),
         ("[coach]\nredis_url = redis://user:hush@host:no", "redis://"),
@@ -121,7 +124,19 @@ def test_a_password_in_the_url_goes_elsewhere() -> None:
 def test_an_orchestrator_of_ones_own_gets_what_all_machines_reach() -> None:
     found = read_fleet_file(S3 + "orchestrator = mine:Class\nredis_url = redis://host\nimage = me/coach")
     assert (found.orchestrator, found.redis_url) == ("mine:Class", "redis://host")
-    assert found.notices == ("image = me/coach: not used, because no containers are started",)
+    assert found.notices == ("image = me/coach: not used without orchestrator = kubernetes, because no containers are started",)
+
+
+def test_kubernetes_gets_its_image_namespace_and_store(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("cpus: 4\n")
+    text = "[coach]\norchestrator = kubernetes\nimage = me/coach:1\nnamespace = games\ncluster_file = cluster.yaml\n"
+    found = read_fleet_file(f"{text}data_store = nfs\nnfs_server = 10.0.0.5\nnfs_path = /exports/runs", tmp_path)
+    assert (found.orchestrator, found.image, found.namespace) == ("kubernetes", "me/coach:1", "games")
+    assert (found.nfs_server, found.path, found.cluster_file) == ("10.0.0.5", Path("/exports/runs"), tmp_path / "cluster.yaml")
+    assert found.notices == ()
+    assert found.redis_url is None, "the job starts its own"
+    local = read_fleet_file("[coach]\norchestrator = local\nnamespace = games")
+    assert local.notices == ("namespace: not used without orchestrator = kubernetes",)
 
 
 def test_a_private_server_keeps_to_the_memory_of_its_container(tmp_path: Path) -> None:

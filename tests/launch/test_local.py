@@ -263,8 +263,6 @@ def test_a_job_survives_a_round_trip_through_json() -> None:
 def test_an_orchestrator_is_found_by_name() -> None:
     assert isinstance(open_orchestrator("local"), LocalOrchestrator)
     assert isinstance(open_orchestrator("ludus.launch.local:LocalOrchestrator"), LocalOrchestrator)
-    with pytest.raises(UnknownName, match=r"'kubernetes' is not available.*ludus fleet worker"):
-        open_orchestrator("kubernetes")
     with pytest.raises(UnknownName, match=r"'locale'.*'local'"):
         open_orchestrator("locale")
 
