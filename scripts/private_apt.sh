@@ -1,3 +1,4 @@
+# shellcheck shell=sh
 # Sourced by scripts that unpack Debian packages of a given suite beside the system's own. Needs no root.
 # private_apt DIRECTORY SUITE…: writes an apt configuration below DIRECTORY, exports APT_CONFIG and downloads the package lists.
 # SUITE is a suite of the Debian archive, or `NAME-security`. The system's lists and sources are not changed.

