@@ -33,6 +33,7 @@ START_S = 150.0  # for processes and imports, on a busy machine
 QUIET_CORES = 0.2  # of other programs; above it, speeds of different runs cannot be compared
 FASTER_THAN_RLLIB = 3.0
 FASTER_THAN_ONE_WORKER = 1.8
+FASTER_THAN_LOOP = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,20 @@ class Contestant:
     peer: str = ""
     """One of bench.peers; empty: Ludus."""
     sampling: str = "sync"
+    vector: bool = False
+    """The environment steps all matches with one call."""
 
+
+VECTOR_ENVS = {"connect_four": "bench.vector_connect_four:FlatConnectFour"}
+"""Environments that exist in this form."""
 
 CONTESTANTS = {
     "ludus-0": Contestant("ludus, in process", 0),
     "ludus-1": Contestant("ludus, 1 worker", 1),
     "ludus-2": Contestant("ludus, 2 workers", 2),
     "ludus-2-pipelined": Contestant("ludus, 2 workers, pipelined", 2, sampling="pipelined"),
+    "vector-0": Contestant("ludus, in process, vectorised matches", 0, vector=True),
+    "vector-2-pipelined": Contestant("ludus, 2 workers, pipelined, vectorised matches", 2, sampling="pipelined", vector=True),
     "rllib-1": Contestant("RLlib, 1 env runner", 1, "rllib"),
     "rllib-2": Contestant("RLlib, 2 env runners", 2, "rllib"),
     "loop": Contestant("plain PettingZoo loop", 0, "cleanrl"),
@@ -58,7 +66,9 @@ RATIOS = (
     ("ludus-2-pipelined", "rllib-2", FASTER_THAN_RLLIB),
     ("ludus-2", "ludus-1", FASTER_THAN_ONE_WORKER),
     ("ludus-2-pipelined", "ludus-1", FASTER_THAN_ONE_WORKER),
-    ("ludus-0", "loop", None),
+    ("ludus-0", "loop", FASTER_THAN_LOOP),
+    ("vector-0", "ludus-0", None),
+    ("vector-2-pipelined", "ludus-2-pipelined", None),
 )
 """Contestant ÷ contestant, and the ratio that is asked for."""
 
@@ -113,7 +123,11 @@ def _run_ludus(contestant: Contestant, env: str, seed: int, seconds: float) -> R
         "--target": ENDLESS,
     }
     words = [str(word) for option in options.items() for word in option]
-    changes = {"LUDUS_BENCH_CONFIG": json.dumps({"sampling": contestant.sampling})}
+    config: dict[str, Any] = {"sampling": contestant.sampling}
+    changes = {}
+    if contestant.vector:
+        config["wrappers"], changes["LUDUS_BENCH_ENV"] = [], VECTOR_ENVS[env]
+    changes["LUDUS_BENCH_CONFIG"] = json.dumps(config)
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, str(_threads(env))) | changes
     command = [sys.executable, "-m", "bench.ours", *words]
     try:
@@ -248,6 +262,8 @@ def main() -> None:
     for seed in range(1, args.repeats + 1):
         for env in args.envs:
             for name in args.peers:
+                if CONTESTANTS[name].vector and env not in VECTOR_ENVS:
+                    continue
                 rows.append(measure(name, env, seed, args.seconds))
                 print(json.dumps(rows[-1]), flush=True)
         save(args.name, found | {"rows": rows})  # after each round: a run that is stopped leaves the complete ones

@@ -153,7 +153,11 @@ def main(args: Args) -> None:
     has_processes = args.mode in (*ASYNC_MODES, AGENTS_MODE)
     begun_s = ASYNC_START_S if has_processes else 0.0
     limits = {"timesteps": args.max_frames, "time_s": args.max_seconds + begun_s, "episode_return_mean": args.target}
-    data = {"env": ENVIRONMENTS[args.task], "stop": limits, "config": chosen | {"seed": args.seed}}
+    data = {
+        "env": os.environ.get("LUDUS_BENCH_ENV", ENVIRONMENTS[args.task]),
+        "stop": limits,
+        "config": chosen | {"seed": args.seed},
+    }
     if args.mode in ASYNC_MODES:
         data["run"] = args.mode.upper()
     watch = Watch(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ from ludus.envs.matches.vector_central_state import flatten_rows
 from ludus.envs.matches.vector_multi_agent import VectorMatches, VectorMultiAgentEnv, VectorMultiAgentStep
 from ludus.envs.pettingzoo import MAX_IDLE_STEPS, Departure, Turn, is_multi_agent, make_match, make_vector_matches
 from ludus.errors import ConfigError, EnvironmentFault
+from ludus.testing import check_vector_multi_agent_env
 from tests.vector_matches import OBSERVATION, VectorCount, VectorHunt
 
 Change = Callable[[VectorMultiAgentStep], None]
@@ -212,6 +214,21 @@ def test_a_match_that_is_cut_from_outside_gives_every_agent_its_reward() -> None
         "bob": (True, True),
         "cyd": (True, True),
     }
+
+
+def test_the_example_of_the_documentation_plays() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "multiagent.md").read_text()
+    (code,) = (block.partition("```")[0] for block in page.split("```python")[1:] if "VectorMultiAgentEnv" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    check_vector_multi_agent_env(names["Duel"])
+    matches = VectorMatches(names["Duel"](2), "duel")
+    matches.reset(np.arange(2), np.arange(2))
+    matches.actions[:] = [3, 1, 0, 0]
+    for _ in range(10):
+        step = matches.step(np.ones(2, np.bool_))
+    assert matches.over.all()
+    assert step.departure_reward.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_rows_are_flattened_as_gymnasium_does() -> None:

@@ -14,16 +14,23 @@ from ludus.errors import EnvironmentFault, LudusError, MissingExtra, user_frame
 log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def environment_errors(name: str, call: str, step: int, row: int | None = None) -> Iterator[None]:
-    """Translate the errors of a call of an environment."""
-    try:
-        yield
-    except Exception as error:  # user code may raise anything
-        who = name if row is None else f"environment {row} of {name}"
-        raise EnvironmentFault(
-            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{user_frame(error)}."
-        ) from error
+class environment_errors:  # noqa: N801 - a class because entering a generator would cost more than the steps of small games
+    """Translate the errors of a call of an environment. A context manager."""
+
+    __slots__ = ("_call", "_name", "_row", "_step")
+
+    def __init__(self, name: str, call: str, step: int, row: int | None = None) -> None:
+        self._name, self._call, self._step, self._row = name, call, step, row
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):  # user code may raise anything
+            who = self._name if self._row is None else f"environment {self._row} of {self._name}"
+            raise EnvironmentFault(
+                f"{who} raised {type(error).__name__} in {self._call} (step {self._step}): {error}{user_frame(error)}."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -53,8 +53,7 @@ _multi_agent_cache: OrderedDict[tuple[Callable[..., Any], str], bool] = OrderedD
 """(function, config) → whether it makes a multi-agent environment."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """An agent that acts now."""
 
     agent: str
@@ -64,8 +63,7 @@ class Turn:
     """Reward since its last action."""
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(NamedTuple):
     """An agent that no longer acts, at least for now."""
 
     agent: str
@@ -77,8 +75,7 @@ class Departure:
     """The final observation; None if the environment does not return it."""
 
 
-@dataclass(frozen=True)
-class MatchStep:
+class MatchStep(NamedTuple):
     """Result of a step: agents that have left, and agents that act next. Both empty: no agent acts in this step."""
 
     turns: Sequence[Turn] = ()
@@ -487,6 +484,7 @@ class _AgentTable:
             )
         self.late_rewards = 0
         self.steps = 0
+        self._present: tuple[list[Any], list[str]] = [], []  # as the environment lists them, and their names
 
     def check_known(self, agent: Any) -> str:
         named = str(agent)
@@ -498,14 +496,16 @@ class _AgentTable:
             )
         return named
 
-    def present(self) -> list[str]:
-        """Names of the agents that are in the match now."""
-        return [self.check_known(agent) for agent in self.env.agents]
+    def names_of(self, agents: Sequence[Any]) -> list[str]:
+        """Names of the agents that are in the match now, as the environment lists them."""
+        if agents != self._present[0]:
+            self._present = list(agents), [self.check_known(agent) for agent in agents]
+        return self._present[1]
 
     def read_observation(self, agent: str, observation: Any, info: Any, *, acts: bool = True) -> tuple[Tree, Bools | None]:
         """Raises EnvironmentFault when it does not fit the space that was declared."""
         own = self.spaces[agent]
-        given = info.get(ACTION_MASK) if isinstance(info, Mapping) else None
+        given = info.get(ACTION_MASK) if info.__class__ is dict or isinstance(info, Mapping) else None
         try:
             if own.masked:
                 given = observation[ACTION_MASK]
@@ -518,7 +518,7 @@ class _AgentTable:
             raise EnvironmentFault(f"{self.name} at step {self.steps}, agent {agent!r}: {_error_text(error)}") from error
         if mask is not None:
             for part in self._masks[agent].choices:
-                if not mask[part].any():
+                if b"\1" not in mask[part].tobytes():  # faster than any() of a few options
                     raise EnvironmentFault(
                         f"{self.name} forbids every action of {agent!r} in its action_mask (options {part.start} to "
                         f"{part.stop - 1}) at step {self.steps}.",
@@ -629,14 +629,14 @@ class ParallelMatch(_MatchBase):
         self._begin()
         with environment_errors(self.name, "reset", self._agents.steps):
             observations, infos = self._env.reset(seed=seed)
-        present = self._agents.present()
+        present = self._agents.names_of(self._env.agents)
         return self._check_idle(MatchStep(self._turns(present, observations, infos), over=not present))
 
     def step(self, actions: Mapping[str, Any]) -> MatchStep:
         taken = self._register_actions(actions)
         with environment_errors(self.name, "step", self._agents.steps):
             observations, rewards, terminations, truncations, infos = self._env.step(taken)
-        present = self._agents.present()
+        present = self._agents.names_of(self._env.agents)
         for own, given in rewards.items():
             agent = self._agents.check_known(own)
             reward = self._agents.reward(agent, given)
@@ -669,6 +669,10 @@ class ParallelMatch(_MatchBase):
 class AECMatch(_MatchBase):
     """Agents act one after the other; dead agents are stepped with None, as AEC requires."""
 
+    def __init__(self, env: Any, name: str, drop: Sequence[str] = ()) -> None:
+        super().__init__(env, name, drop)
+        self._state = _AECState(env)
+
     def reset(self, seed: int) -> MatchStep:
         self._begin()
         with environment_errors(self.name, "reset", self._agents.steps):
@@ -676,7 +680,9 @@ class AECMatch(_MatchBase):
         return self._check_idle(self._next())
 
     def step(self, actions: Mapping[str, Any]) -> MatchStep:
-        ((_, action),) = self._register_actions(actions).items()
+        ((agent, action),) = actions.items()
+        self._agents.steps += 1
+        self._playing[agent] = True
         with environment_errors(self.name, "step", self._agents.steps):
             self._env.step(action)
         return self._check_idle(self._next())
@@ -684,7 +690,7 @@ class AECMatch(_MatchBase):
     def truncate(self) -> Sequence[Departure]:
         """Agents that wait for their turn leave with what they would observe and have earned since their last action."""
         departures = []
-        for agent in self._agents.present():
+        for agent in list(self._agents.names_of(self._env.agents)):
             own = self._agents.originals[agent]
             with environment_errors(self.name, "observe", self._agents.steps):
                 observation, earned = self._env.observe(own), self._env._cumulative_rewards.get(own, 0.0)
@@ -696,14 +702,13 @@ class AECMatch(_MatchBase):
     def _next(self) -> MatchStep:
         departures: list[Departure] = []
         for _ in range(MAX_IDLE_STEPS):
-            present = self._agents.present()
+            present = self._agents.names_of(self._state.home.agents)
             # Agents that disappeared without ending their episode: the outcome of their last action is unknown.
             departures += [self._leave(agent) for agent in list(self._playing) if agent not in present]
             if not present:
                 return MatchStep((), departures, over=True)
             with environment_errors(self.name, "last", self._agents.steps):
-                own = self._env.agent_selection
-                observation, reward, terminated, truncated, info = self._env.last()
+                own, observation, reward, terminated, truncated, info = self._state.last()
             agent = self._agents.check_known(own)
             self._pending_rewards[agent] = self._agents.reward(agent, reward)  # AEC accumulates since the last action itself
             if not (terminated or truncated):
@@ -712,6 +717,61 @@ class AECMatch(_MatchBase):
             with environment_errors(self.name, "step", self._agents.steps):
                 self._env.step(None)
         raise EnvironmentFault(f"{self.name} has dead agents that are never removed: {self._env.agents}.")
+
+
+class _AECState:
+    """Reads the attributes of a turn-based environment where they are stored.
+
+    A wrapper of PettingZoo passes them on one by one, by a failed lookup each; in small games that takes as long as a step.
+    """
+
+    _NAMES = frozenset({"agents", "agent_selection", "terminations", "truncations", "infos", "_cumulative_rewards"})
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        base = sys.modules.get("pettingzoo.utils.wrappers.base")
+        self._wrapper: Any = () if base is None else base.BaseWrapper
+        aec = sys.modules.get("pettingzoo.utils.env")
+        self._reads_plainly = aec is not None and getattr(type(env), "last", None) is aec.AECEnv.last
+        self._passed: list[tuple[dict[str, Any], int]] = []  # attributes of the wrappers outside `_home`, and their number
+        self._home = self._find_home()
+
+    def _find_home(self) -> Any:
+        home, self._passed = self._env, []
+        while isinstance(home, self._wrapper) and self._passes_on(home):
+            self._passed.append((vars(home), len(vars(home))))
+            home = home.env
+        return home
+
+    def _passes_on(self, wrapper: Any) -> bool:
+        if type(wrapper).__getattr__ is not self._wrapper.__getattr__ or self._NAMES & vars(wrapper).keys():
+            return False
+        return not any(self._NAMES & vars(kind).keys() for kind in type(wrapper).__mro__)
+
+    @property
+    def home(self) -> Any:
+        """The environment or wrapper that has the attributes."""
+        for attributes, number in self._passed:
+            if len(attributes) != number:  # a wrapper may have begun to set its own
+                self._home = self._find_home()
+                break
+        return self._home
+
+    def last(self) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """The agent that is selected, and `last()` of the environment."""
+        home = self.home
+        agent = home.agent_selection
+        if not self._reads_plainly:
+            return agent, *self._env.last()
+        observation = self._env.observe(agent)
+        return (
+            agent,
+            observation,
+            home._cumulative_rewards[agent],
+            home.terminations[agent],
+            home.truncations[agent],
+            home.infos[agent],
+        )
 
 
 # -- the state of a centralised critic ------------------------------------------------------------------------------------------------------

@@ -1,3 +1,4 @@
-"""Test helpers for extensions of Ludus: contract suites for backends, and a check of custom models."""
+"""Test helpers for extensions of Ludus: contract suites for backends, and checks of custom models and of games of arrays."""
 
 from ludus.testing.model_check import check_model as check_model
+from ludus.testing.vector_env_check import check_vector_multi_agent_env as check_vector_multi_agent_env

@@ -89,7 +89,7 @@ class NoopStartMatch(MatchWrapper):
             step = self.match.step({turn.agent: self._idle[turn.agent] for turn in step.turns})
             if step.over:
                 step = self.match.reset(int(random.integers(1 << 31)))
-        return MatchStep([replace(turn, reward=0.0) for turn in step.turns], over=step.over)
+        return MatchStep([turn._replace(reward=0.0) for turn in step.turns], over=step.over)
 
 
 class FrameSkipMatch(MatchWrapper):
@@ -125,14 +125,14 @@ class FrameSkipMatch(MatchWrapper):
             for turn in step.turns:
                 self._gained[turn.agent] = self._gained.get(turn.agent, 0.0) + turn.reward
             repeated = {turn.agent: chosen[turn.agent] for turn in step.turns}
-        turns = [replace(turn, reward=turn.reward + self._gained.pop(turn.agent, 0.0)) for turn in step.turns]
+        turns = [turn._replace(reward=turn.reward + self._gained.pop(turn.agent, 0.0)) for turn in step.turns]
         return MatchStep(turns, departures, step.over)
 
     def truncate(self) -> Sequence[Departure]:
         return [self._add_gained(departure) for departure in self.match.truncate()]
 
     def _add_gained(self, departure: Departure) -> Departure:
-        return replace(departure, reward=departure.reward + self._gained.pop(departure.agent, 0.0))
+        return departure._replace(reward=departure.reward + self._gained.pop(departure.agent, 0.0))
 
 
 class TimeLimitMatch(MatchWrapper):
@@ -172,8 +172,8 @@ class ClipRewardMatch(MatchWrapper):
         return self._map(self.match.step(actions))
 
     def _map(self, step: MatchStep) -> MatchStep:
-        turns = [replace(turn, reward=float(self._clip(turn.reward))) for turn in step.turns]
-        departures = [replace(departure, reward=float(self._clip(departure.reward))) for departure in step.departures]
+        turns = [turn._replace(reward=float(self._clip(turn.reward))) for turn in step.turns]
+        departures = [departure._replace(reward=float(self._clip(departure.reward))) for departure in step.departures]
         return MatchStep(turns, departures, step.over)
 
 
@@ -212,13 +212,13 @@ class ObservationMatch(MatchWrapper):
         return MatchStep([self._turn(turn) for turn in step.turns], departures, step.over)
 
     def _turn(self, turn: Turn) -> Turn:
-        return replace(turn, observation=self._observers[turn.agent](turn.observation))
+        return turn._replace(observation=self._observers[turn.agent](turn.observation))
 
     def _leave(self, departure: Departure) -> Departure:
         observer = self._observers[departure.agent]
         last = None if departure.observation is None else observer(departure.observation)
         observer.reset()
-        return replace(departure, observation=last)
+        return departure._replace(observation=last)
 
 
 class AgentObserver:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -242,4 +241,4 @@ def empty_matches_fault(name: str) -> EnvironmentFault:
 
 
 def _with_central_state(observed: Observed, central: CentralState, shared: Tree) -> Observed:
-    return replace(observed, observation=central.combine(observed.agent, observed.observation, shared))
+    return observed._replace(observation=central.combine(observed.agent, observed.observation, shared))
