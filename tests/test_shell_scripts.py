@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for folder in ("bench", "deploy", "docker", "examples", "scripts") for path in (ROOT / folder).rglob("*.sh"))
+SCRIPTS = sorted(
+    path for folder in ("bench", "deploy", "docker", "examples", "scripts") for path in (ROOT / folder).rglob("*.sh")
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

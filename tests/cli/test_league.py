@@ -217,7 +217,6 @@ BAD_MODELS = {
     "script:cli_bots": "not of the form 'module:Name'",
     "rule:hard": "has no such script. Known: random.",
     "agent.onnx": "is an export, which cannot play in training",
-    "http://localhost:8000": "is an address, which cannot play in training",
     "localhost:8000": "cannot play in training",
     "runs/none": "runs/none",
 }

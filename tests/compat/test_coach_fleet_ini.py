@@ -86,7 +86,10 @@ def test_files_are_found_next_to_the_file_that_names_them(tmp_path: Path) -> Non
         (S3 + "s3_creds_file = /no/such/file", "s3_creds_file = /no/such/file is not a file"),
         ("[coach]\ndata_store = nfs", "nfs_path"),
         ("[coach]\ndata_store = nfs\nnfs_path = /no/such/mount", "mounted"),
-        ("[coach]\norchestrator = kubernetes\ndata_store = s3\ns3_bucket_name = games", "kubernetes needs image.*REGISTRY/NAME:TAG"),
+        (
+            "[coach]\norchestrator = kubernetes\ndata_store = s3\ns3_bucket_name = games",
+            "kubernetes needs image.*REGISTRY/NAME:TAG",
+        ),
         ("[coach]\norchestrator = kubernetes\nimage = x", "place that all pods reach.*data_store = s3 or nfs"),
         ("[coach]\norchestrator = kubernetes\nimage = x\ndata_store = nfs\nnfs_path = /exports", "nfs_server"),
         ("[coach]\norchestrator = kubernetes\nimage = x\ncluster_file = none.yaml", "cluster_file = none.yaml is not a file"),

@@ -162,6 +162,8 @@ class LeagueSessions:
 
 def _why_not_counted(match: _Match) -> str:
     """Empty: it is counted."""
+    if any(served.lost for served in match.served):
+        return "its served opponent did not answer"
     if match.cut:
         return "a session ended without the outcome of its last action"
     if not all(match.returns):

@@ -124,7 +124,7 @@ def test_battles_have_the_line_ups_of_training() -> None:
     assert set(drawn) == {((107,), (190,)), ((190,), (117,))}
     cycle = ArenaOptions(lineup={"cycle": pair}).lineups()
     assert draw_lineups(cycle, 2, 0) != draw_lineups(cycle, 2, 1)
-    assert draw_lineups(ArenaOptions().lineups(), 5, 0) is None
+    assert draw_lineups(ArenaOptions().lineups(), 5, 0) == (((107,), (107,)),) * 5, "the default line-up"
 
 
 def problems(**sections: Any) -> list[str]:

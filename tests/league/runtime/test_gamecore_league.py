@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from ludus.cli.main import app
+from ludus.config.schema import SelfPlayConfig
 from ludus.core.metrics import read_jsonl
+from ludus.envs.vector_env import make_environments, training_env_config
 from ludus.gamecore.server.http.app import Settings, running
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, check_players
+from ludus.models.network_config import NetworkConfig
+from ludus.models.policy import Policy
+from ludus.models.weights.version_store import FixedSource
+from ludus.sampling.league_files import LeagueOpponent, Matchmaking, PairReport, SpoolReader, write_matchmaking
+from ludus.sampling.self_play import with_past_opponents
 from tests.gamecore.test_vector_env import COUNTING, DECLARED
 from tests.league.runtime.test_external_league import problems
 from tests.league.runtime.test_league_run import run
@@ -72,6 +84,10 @@ def test_a_league_trains_in_a_game_of_a_server(tmp_path: Path, server: str) -> N
     assert payoff.record("one", "dice").games == 4
     episodes = sum(read_jsonl(path)[-1]["episodes"] for path in tmp_path.glob("players/main/g*/metrics.jsonl"))
     evaluated = 4 * (len(pairs) + 2)
+    played = CliRunner().invoke(app, ["league", "match", str(tmp_path), "one", "dice", "--games", "6", "--json"])
+    assert played.exit_code == 0, played.output
+    found = json.loads(played.stdout)
+    assert (found["games"], found["lost"]) == (6, 0)
     assert episodes <= state.results - evaluated <= episodes + 4, (
         "every match is counted once; those of the last step are in no batch"
     )
@@ -85,3 +101,35 @@ def test_scripts_of_a_game_are_known_for_the_arena_only() -> None:
         "players": {"main": {}, "x": {"role": "fixed", "model": "rule:hart"}},
     }
     assert "'hard'" in problems(arena)["players.x.model"]
+
+
+@pytest.mark.system
+def test_results_belong_to_the_opponent_of_their_match_also_if_games_crash(tmp_path: Path, server: str) -> None:
+    opponents = [LeagueOpponent("one", "rule:one", 0.4), LeagueOpponent("zero", "rule", 0.4), LeagueOpponent("main", "", 0.2)]
+    write_matchmaking(tmp_path, Matchmaking("main", 0, tuple(opponents)))
+    keywords = counting_league(server)["env_config"] | {"options": {"length": 2, "fault": "crash", "share": 0.3}}
+    self_play = SelfPlayConfig(opponents="league", league=str(tmp_path), player="main", period=1)
+    environments = make_environments("gamecore", 4, training_env_config("gamecore", keywords, self_play))
+    policy = Policy(environments.observation_space, environments.action_space, NetworkConfig(fcnet_hiddens=(4,)))
+    with_past_opponents(environments, FixedSource(policy), self_play, 0)
+    environments.reset(0)
+    random, ended = np.random.default_rng(0), 0
+    try:
+        while ended < 80:
+            result = environments.step(random.integers(0, 2, 4))
+            ended += int(result.terminated.sum())
+        assert environments.restarts > 5
+    finally:
+        environments.close()
+    reports = [one for path in (tmp_path / "results").glob("*.jsonl") for one in SpoolReader(path).read()]
+    counts = Counter[tuple[str, str]]()
+    for one in reports:
+        assert isinstance(one, PairReport)
+        counts += Counter(
+            {(one.opponent, "win"): one.wins, (one.opponent, "draw"): one.draws, (one.opponent, "loss"): one.losses}
+        )
+    assert counts.total() == ended, "every match that ended, and none that was lost"
+    assert counts["one", "win"] == counts["zero", "loss"] == 0
+    assert counts["one", "loss"] > 5
+    assert counts["zero", "win"] > 5
+    assert counts["main", "win"] + counts["main", "loss"] > 0

@@ -131,9 +131,9 @@ def test_kinds_of_models() -> None:
     assert kind_of_model("rule:random") is ModelKind.RULE
     assert kind_of_model("script:a:b") is ModelKind.SCRIPT
     assert kind_of_model("runs/a@3") is ModelKind.STORED
-    for model in ("x.onnx", "http://host:1", "https://host"):
-        with pytest.raises(UsageError, match="cannot play in training"):
-            kind_of_model(model)
+    assert kind_of_model("http://host:1") is kind_of_model("https://host") is ModelKind.SERVED
+    with pytest.raises(UsageError, match="cannot play in training"):
+        kind_of_model("x.onnx")
 
 
 @pytest.fixture
@@ -181,4 +181,21 @@ def test_packages_are_copied_with_their_parents(tmp_path: Path, imports: None) -
     code = tmp_path / "code"
     assert sorted(path.relative_to(code).as_posix() for path in code.rglob("*.py")) == [
         "robots/__init__.py", "robots/rules.py", "robots/simple/__init__.py", "robots/simple/moves.py", "robots/simple/names.py",
+    ]  # fmt: skip
+
+
+def test_folders_without_init_are_packages_too(tmp_path: Path, imports: None) -> None:
+    folder = tmp_path / "project" / "robots"
+    folder.mkdir(parents=True)
+    (folder / "moves.py").write_text(
+        "import robots.names\nfrom .rules import x\n\n\ndef rock(observation, mask):\n    return x\n"
+    )
+    (folder / "names.py").write_text("")
+    (folder / "rules.py").write_text("x = 0\n")
+    trust.add_project(tmp_path / "project")
+    sys.path.insert(0, str(tmp_path / "project"))
+    store_code(tmp_path, ["robots.moves:rock"])
+    code = tmp_path / "code"
+    assert sorted(path.relative_to(code).as_posix() for path in code.rglob("*.py")) == [
+        "robots/moves.py", "robots/names.py", "robots/rules.py",
     ]  # fmt: skip

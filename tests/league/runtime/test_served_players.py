@@ -157,8 +157,7 @@ def test_match_and_add_take_a_served_player_with_its_token(tmp_path: Path) -> No
     LeagueJournal(tmp_path / "league", LeagueSettings()).close()
     cli = CliRunner()
     with serve_rock(0, "left", "right", token=TOKEN) as served:
-        address = served.url.removeprefix("http://")
-        added = cli.invoke(app, ["league", "add", str(tmp_path / "league"), "live", address, "--token-file", str(token_file)])
+        added = cli.invoke(app, ["league", "add", str(tmp_path / "league"), "live", served.url, "--token-file", str(token_file)])
         assert added.exit_code == 0, added.output
         cli.invoke(app, ["league", "add", str(tmp_path / "league"), "dice", "rule:random"])
         player = read_state(tmp_path / "league").players["live"]

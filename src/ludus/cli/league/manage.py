@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ludus.league.players import Player
     from ludus.league.state import LeagueState
     from ludus.tournament.contestants import Contestant
+    from ludus.tournament.gamecore_matches import GameLocation
     from ludus.tournament.settings import BattleSettings
 
 
@@ -65,15 +66,15 @@ def match(
     from ludus.league.events import ResultsReported
     from ludus.league.journal import read_state
     from ludus.tournament.battle import battle
-    from ludus.tournament.gamecore_matches import GameLocation
 
     state = read_state(directory)
     if record and a == b:
         raise UsageError(f"{a} against itself cannot be recorded.", "Leave --record out.")
     trusts.note_run(directory)
     league = _read_experiment(directory) if env is None else None
-    one, other = (_contestant(directory, _find_player(state, name), league) for name in (a, b))
-    settings = _battle_settings(league if mode is None else None, games, seed)
+    load, game = _choose_game(directory, league)
+    one, other = (load(_find_player(state, name)) for name in (a, b))
+    settings = _battle_settings(league, games, seed)
     settings = replace(
         settings,
         swap_sides=swap_sides,
@@ -81,7 +82,12 @@ def match(
         seconds=seconds or settings.seconds,
         deterministic=not record if deterministic is None else deterministic,
     )
-    location = GameLocation(options=read_options(option or ()), env=env or _env_of(league), camps=camps or _camps_of(league))
+    location = replace(
+        game,
+        options={**game.options, **read_options(option or ())},
+        env=env or _env_of(league),
+        camps=camps or _camps_of(league),
+    )
     with BattleProgress(games, quiet=as_json) as progress:
         result = battle(one, other, settings, None, location, progress.count)
     if as_json:
@@ -98,9 +104,9 @@ def match(
 
 
 def _read_experiment(directory: Path) -> ResolvedExperiment | None:
-    """The experiment of a training player, for environment and sides; None: the league has no file.
+    """The experiment of a training player, for environment and sides; None: the league has no file. Raises UsageError.
 
-    Imports the environment. Raises UsageError, also if the user does not trust it: the file of a league is stored data.
+    Its environment has been imported afterwards, if it may be: the file of a league is stored data.
     """
     from ludus.experiments.resolve import resolve
     from ludus.league.runtime.league_file import LEAGUE_FILE, player_experiment, read_stored_league
@@ -109,6 +115,31 @@ def _read_experiment(directory: Path) -> ResolvedExperiment | None:
         return None
     config = read_stored_league(directory)
     return resolve(player_experiment(config, config.learners()[0], directory))
+
+
+def _choose_game(directory: Path, league: ResolvedExperiment | None) -> tuple[Callable[[Player], Contestant], GameLocation]:
+    """How players become contestants, and where they play: on a gamecore server if the league trains in a game of one.
+
+    Raises UsageError.
+    """
+    from ludus.config.schema import EXTERNAL, GAMECORE
+    from ludus.league.runtime.gamecore_evaluation import GamecorePlayers, game_location, is_arena_game
+    from ludus.tournament.gamecore_matches import GameLocation
+
+    env = None if league is None else league.experiment.env
+    if env == EXTERNAL:
+        raise UsageError(
+            "The games of this league connect over HTTP: nothing here can start a match.",
+            "Serve both players (`ludus serve DIR/players/NAME`), and let the game connect to them.",
+        )
+    if league is None or env != GAMECORE or is_arena_game(league.config.env_config):
+        return lambda player: _contestant(directory, player, league), GameLocation()
+    players = GamecorePlayers(directory, league.config.env_config)
+
+    def load(player: Player) -> Contestant:
+        return players.load(player.model, player.token_file, lambda reason, temporary=False: None)
+
+    return load, game_location(league.config.env_config)
 
 
 def _contestant(directory: Path, player: Player, league: ResolvedExperiment | None) -> Contestant:
@@ -127,13 +158,18 @@ def _contestant(directory: Path, player: Player, league: ResolvedExperiment | No
 
 
 def _battle_settings(league: ResolvedExperiment | None, games: int, seed: int) -> BattleSettings:
-    """In the Arena of a league: as in its evaluation."""
+    """In the Arena: as in the evaluation of the league."""
+    from ludus.config.schema import GAMECORE
     from ludus.league.runtime.arena_evaluation import battle_settings, is_arena
+    from ludus.league.runtime.gamecore_evaluation import is_arena_game
     from ludus.tournament.settings import BattleSettings
 
-    if league is not None and _env_of(league) is None and is_arena(league.experiment.env):
-        return battle_settings(league.config.env_config, games, seed)
-    return BattleSettings(games=games, seed=seed)
+    if league is None or _env_of(league) is not None:
+        return BattleSettings(games=games, seed=seed)
+    env_config, on_server = league.config.env_config, league.experiment.env == GAMECORE
+    if is_arena_game(env_config) if on_server else is_arena(league.experiment.env):
+        return battle_settings(env_config, games, seed)
+    return BattleSettings(games=games, mode=env_config.get("mode") if on_server else None, seed=seed)
 
 
 def _env_of(league: ResolvedExperiment | None) -> str | None:
@@ -184,15 +220,15 @@ def add(
     trusts.allow(model)
     env, rules = _rules_of(directory)
     kind = check_fixed_model(model, directory, rules, env)
-    token = "" if token_file is None else str(token_file.expanduser().absolute())
-    if token and kind is not ModelKind.SERVED:
-        raise UsageError(f"--token-file is for a served agent, and {model} is none.", "Leave it out.")
-    read_token(token or None)  # raises if it cannot be read
     if kind is ModelKind.SCRIPT:
         store_code(directory, [model.removeprefix(SCRIPT)])
     elif kind is ModelKind.STORED:
         load_stored_model(model)
         model = _absolute(model)
+    if token_file is not None and kind is not ModelKind.SERVED:
+        raise UsageError(f"{model} needs no token.", "Leave --token-file out; it is for http://HOST:PORT.")
+    token = "" if token_file is None else str(token_file.expanduser().absolute())
+    read_token(token or None)  # raises if it cannot be read
     event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating, token_file=token))
     _submit(directory, [event], f"{name} is a player of the league")
 
@@ -287,13 +323,6 @@ def _model_of(directory: Path, player: Player) -> str:
     if not model:
         raise UsageError(f"The player {player.name!r} has no model yet.", "It gets one with its first checkpoint.")
     return str(directory / model) if (directory / model.partition("@")[0]).exists() else model
-
-
-def _load_contestant(directory: Path, player: Player) -> Contestant:
-    from ludus.protocol.spec import read_token
-    from ludus.tournament.contestants import contestant
-
-    return contestant(_model_of(directory, player), token=read_token(player.token_file or None))
 
 
 def _submit(directory: Path, events: Sequence[LeagueEvent], done: str, *, quiet: bool = False) -> None:

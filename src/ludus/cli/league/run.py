@@ -39,7 +39,7 @@ def run(
     from ludus.core import trust
     from ludus.core.plugins import add_import_directory
     from ludus.league.runtime.coordinator import run_league
-    from ludus.league.runtime.league_file import check_players, locate_problems, read_league
+    from ludus.league.runtime.league_file import check_players, external_ports, locate_problems, read_league
     from ludus.league.runtime.schedule import NO_PLAYER
     from ludus.models.custom.loader import add_search_directory
 
@@ -54,6 +54,8 @@ def run(
     try:
         resolved = check_players(config, league)
         printer(f"league {config.name} in {league}: {', '.join(config.players)}")
+        for port in dict.fromkeys(external_ports(config, league).values()):
+            printer(f"games connect to port {port}; they try again while players take turns")
         result = run_league(config, league.absolute(), file.read_bytes(), resolved, printer)
     except ConfigErrors as error:
         raise locate_problems(error, file) from error

@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
+import ast
 import logging
-import modulefinder
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from ludus.core import trust
-from ludus.errors import UnknownName
 from ludus.io.atomic_file import replace_file
 from ludus.models.custom.loader import FOLDER, ModelFiles
 from ludus.sampling.league_policies import CODE
@@ -50,11 +49,41 @@ def _read_module(module: str) -> dict[str, bytes]:
     if file is None or file.suffix != ".py":
         return {}
     root = file.parents[module.count(".") + (file.name == "__init__.py")]
-    finder = modulefinder.ModuleFinder(path=[str(root)])
+    files: dict[str, bytes] = {}
+    pending = [module]
+    while pending:
+        for path in _files_of(root, pending.pop()):
+            name = path.relative_to(root).as_posix()
+            if name not in files:
+                files[name] = path.read_bytes()
+                pending += _imported_modules(name, files[name])
+    return files
+
+
+def _files_of(root: Path, module: str) -> list[Path]:
+    """Source files below `root` that an import of the module runs: of its packages, and its own."""
+    parts = module.split(".")
+    packages = [root.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts) + 1)]
+    own = root.joinpath(*parts[:-1], f"{parts[-1]}.py")
+    return [path for path in (*packages, own) if path.is_file()]
+
+
+def _imported_modules(name: str, text: bytes) -> list[str]:
+    """All modules that a source file may import. `name`: its relative path."""
     try:
-        finder.import_hook(module)
-    except (ImportError, SyntaxError, UnknownName) as error:
-        log.warning("the modules that %s imports are not copied to the league: %s", module, error)
-        return {file.relative_to(root).as_posix(): file.read_bytes()}
-    paths = [Path(file) for found in finder.modules.values() if (file := getattr(found, "__file__", None)) is not None]
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths if path.suffix == ".py"}
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError) as error:
+        log.warning("the modules that %s imports are not copied to the league: %s", name, error)
+        return []
+    package = name.split("/")[:-1]
+    found: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*start, *([node.module] if node.module else [])])
+            found += (
+                [origin, *(f"{origin}.{alias.name}" for alias in node.names)] if origin else [alias.name for alias in node.names]
+            )
+    return found

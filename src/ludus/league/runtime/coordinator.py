@@ -439,14 +439,10 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     models = _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
     for name, section in config.players.items():
         if name not in known:
-            role = PlayerRole(section.role)
-            journal.apply(PlayerAdded(Player(name, role, models[name], rating=section.rating, token_file=_token_file(section))))
-        elif known[name].model.startswith(ADDRESS) and (section.model, _token_file(section)) != (
-            known[name].model,
-            known[name].token_file,
-        ):
-            model = _import_models(journal.directory, {name: section})[name]
-            journal.apply(PlayerTrained(name, known[name].steps, model, _token_file(section)))
+            role, token_file = PlayerRole(section.role), _token_file(section)
+            journal.apply(PlayerAdded(Player(name, role, models[name], rating=section.rating, token_file=token_file)))
+        elif _is_moved(known[name], section):
+            journal.apply(PlayerTrained(name, known[name].steps, section.model or "", _token_file(section)))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -472,6 +468,12 @@ def check_runs(journal: LeagueJournal, config: LeagueConfig) -> None:
 def _is_ready(model: str) -> bool:
     """Whether samplers can load the model as it is."""
     return model == DEFAULT_RULE or model.startswith((RULE, SCRIPT, f"{PLAYERS}/", *ADDRESS))
+
+
+def _is_moved(player: Player, section: PlayerSection) -> bool:
+    """Whether the file of the league has another address for a served player, or another file with its token."""
+    served = player.model.startswith(ADDRESS) and (section.model or "").startswith(ADDRESS)
+    return served and (player.model, player.token_file) != (section.model, _token_file(section))
 
 
 def _token_file(section: PlayerSection) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ludus.gamecore.game_spec import ARENA
 from ludus.gamecore.vector_env import GamecoreVectorEnv
 from ludus.league.runtime.arena_evaluation import draw_lineups
 from ludus.league.runtime.pair_task import PairTask, load_players, play_battle
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.protocol.gamecore_client import GamecoreClient
 from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
@@ -41,31 +41,18 @@ def game_location(env_config: Mapping[str, Any]) -> GameLocation:
     )
 
 
-class GamecorePairs:
-    """Plays pairs of players on a gamecore server."""
+class GamecorePlayers:
+    """The players of a league as contestants of battles in a game of a gamecore server."""
 
-    def __init__(self, league: Path, env_config: Mapping[str, Any], spool: ResultSpool) -> None:
+    def __init__(self, league: Path, env_config: Mapping[str, Any]) -> None:
         """`env_config`: keywords of the training environments. Raises ConfigError."""
-        self._league, self._spool, self._location = league, spool, game_location(env_config)
+        self._league = league
         keywords = training_env_config(GAMECORE, env_config, SelfPlayConfig(opponents="latest"))
-        self._game = GamecoreVectorEnv(1, **keywords).game
-        self._like = PolicySpaces(self._game.wire_space, self._game.action_space)
+        self.game = GamecoreVectorEnv(1, **keywords).game
+        self._like = PolicySpaces(self.game.wire_space, self.game.action_space)
 
-    def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
-        """Play the matches of a task, from both sides in turn, and report their results. Raises ModelUnusable, EnvironmentFault."""
-        pair = load_players(task, functools.partial(self._load, seed), self._spool)
-        settings = BattleSettings(
-            games=task.matches,
-            mode=self._game.mode,
-            lineups=draw_lineups(self._game.lineups, task.matches, seed),
-            seed=seed,
-            deterministic=False,
-        )
-        failures = play_battle(pair, settings, self._location, task, self._spool, interrupted)
-        if len(failures) == task.matches:
-            raise EnvironmentFault(f"All matches of {task.player} against {task.opponent} failed; the last: {failures[-1]}.")
-
-    def _load(self, seed: int, model: str, token_file: str, give_up: GiveUp) -> Contestant:
+    def load(self, model: str, token_file: str, give_up: GiveUp, seed: int = 0) -> Contestant:
+        """Raises LudusError, OSError."""
         if model == RANDOM_RULE:
             return self._trained(model, random_policy(self._like, seed))
         script = script_name(model)
@@ -77,5 +64,27 @@ class GamecorePairs:
             return ServedContestant(model, read_token(token_file or None))
         return self._trained(model, loaded.by_agent[""])
 
-    def _trained(self, model: str, policy: Any) -> Contestant:
-        return TrainedContestant(model, policy, seats=dict.fromkeys(self._game.seats, policy))
+    def _trained(self, model: str, policy: ActingPolicy) -> Contestant:
+        return TrainedContestant(model, policy, seats=dict.fromkeys(self.game.seats, policy))
+
+
+class GamecorePairs:
+    """Plays pairs of players on a gamecore server."""
+
+    def __init__(self, league: Path, env_config: Mapping[str, Any], spool: ResultSpool) -> None:
+        """`env_config`: keywords of the training environments. Raises ConfigError."""
+        self._spool, self._location, self._players = spool, game_location(env_config), GamecorePlayers(league, env_config)
+
+    def play(self, task: PairTask, seed: int, interrupted: Callable[[], bool]) -> None:
+        """Play the matches of a task, from both sides in turn, and report their results. Raises ModelUnusable, EnvironmentFault."""
+        pair, game = load_players(task, self._players.load, self._spool), self._players.game
+        settings = BattleSettings(
+            games=task.matches,
+            mode=game.mode,
+            lineups=draw_lineups(game.lineups, task.matches, seed),
+            seed=seed,
+            deterministic=False,
+        )
+        failures = play_battle(pair, settings, self._location, task, self._spool, interrupted)
+        if len(failures) == task.matches:
+            raise EnvironmentFault(f"All matches of {task.player} against {task.opponent} failed; the last: {failures[-1]}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -74,8 +73,8 @@ class PlayerSection(ConfigSection):
     model: str | None = Field(
         None,
         min_length=1,
-        description="Fixed player: rule:random, another script of the environment (in the Arena rule:easy, rule:medium, rule:hard …), "
-        "script:module:function, a run, RUN/best, RUN@VERSION, a checkpoint, or the address of a served agent (http://HOST:PORT). Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
+        description="Fixed player: rule:random, another script of the environment (in the Arena rule:easy, rule:medium, rule:hard …, "
+        "in a gamecore game rule and rule:NAME), script:module:function, a run, RUN/best, RUN@VERSION, a checkpoint, or the address of a served agent (http://HOST:PORT). Training player: run or checkpoint whose weights it starts with, also after a reset; null = new weights.",
     )
     token_file: str | None = Field(None, min_length=1, description="File with the token of a served agent.")
     config: dict[str, Any] = Field(default_factory=dict, description="Keys of `config:` that differ for this player.")
@@ -101,10 +100,14 @@ class PlayerSection(ConfigSection):
         if self.role == "fixed" and unused:
             raise ValueError(f"a fixed player does not train: leave its {' and '.join(unused)} out")
         served = (self.model or "").startswith(ADDRESS)
+        if served and self.role != "fixed":
+            raise ValueError(
+                "only a fixed player can be served; a training player starts with the weights of a run or a checkpoint"
+            )
         if served and "@" in urlsplit(self.model or "").netloc:
             raise ValueError("an address has no user or password: write the token to a file and name it in token_file")
-        if self.token_file is not None and not (served and self.role == "fixed"):
-            raise ValueError("token_file is for a fixed player that is served: http://HOST:PORT")
+        if self.token_file is not None and not served:
+            raise ValueError("token_file is for a model that is served: http://HOST:PORT")
         return self
 
 
@@ -251,9 +254,14 @@ class LeagueConfig(ConfigSection):
         return LeagueSettings(matchmaking, rules, self.decay, self.elo_k, self.rating_window, seed=self.seed)
 
     @property
+    def all_env_config(self) -> dict[str, Any]:
+        """Keywords of the environments of all players."""
+        return {**self.env_config, **(self.config.get("env_config") or {})}
+
+    @property
     def one_script_per_match(self) -> bool:
         """Whether two scripts of the game cannot play against each other: a gamecore server runs one in a match."""
-        return self.env == GAMECORE and not is_arena_game(_env_config(self))
+        return self.env == GAMECORE and not is_arena_game(self.all_env_config)
 
     @property
     def evaluated_pairs(self) -> Literal["all", "fixed", "none"]:
@@ -341,7 +349,7 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
     problems: dict[ConfigProblem, None] = dict.fromkeys(_check_models(config, league))
     for name in config.learners():
         data = player_experiment(config, name, league)
-        found = _check_env(config, league) or validate.validate_experiment(data)
+        found = _check_env(config) or _check_ports(config, league) or validate.validate_experiment(data)
         if not found:
             try:
                 resolved[name] = resolve(data)
@@ -358,6 +366,7 @@ def check_players(config: LeagueConfig, league: Path) -> dict[str, ResolvedExper
 def _check_models(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
     problems, rules = [], find_rules(config)
     for name, player in config.players.items():
+        problems += _check_token_file(name, player)
         if player.model is None:
             continue
         try:
@@ -377,72 +386,58 @@ def model_problem(player: str, model: str, error: LudusError) -> ConfigProblem:
 
 
 def find_rules(config: LeagueConfig) -> list[str] | None:
-    """Scripts that the environment of the league has; None: unknown, as those of a gamecore server are."""
+    """Scripts that the environment of the league has; None: not known, or it cannot be made, which its validation reports."""
     try:
-        scripts = _game_facts(config).scripts
-        return None if scripts is None else ["random", *scripts]
+        if config.one_script_per_match:
+            return None
+        arena = [*script_names(_ARENA), ""] if config.env == GAMECORE else []
+        own = () if config.env == EXTERNAL or _has_several_agents(config) else script_names(config.env)
+        return ["random", *own, *arena]
     except (UsageError, EnvironmentFault):
         return None
 
 
-@dataclass(frozen=True)
-class _GameFacts:
-    """What a league can do in its environment."""
-
-    two_sides: bool
-    scripts: tuple[str, ...] | None = ()
-    """Scripts of the environment that can be players; None: not known."""
-    evaluates: bool = False
-    """Players that do not learn can play against each other."""
+def _has_several_agents(config: LeagueConfig) -> bool:
+    return validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config})
 
 
-def _env_config(config: LeagueConfig) -> dict[str, Any]:
-    return {**config.env_config, **(config.config.get("env_config") or {})}
-
-
-def _game_facts(config: LeagueConfig) -> _GameFacts:
-    """Raises UsageError, EnvironmentFault."""
-    if config.env == EXTERNAL:
-        return _GameFacts(two_sides=True)
-    if validate.is_multi_agent(config.env, {**config.config, "env_config": config.env_config}):
-        return _GameFacts(two_sides=True, evaluates=True)
+def _check_env(config: LeagueConfig) -> list[ConfigProblem]:
+    """Problems of the environment: it needs two sides, and matches for the evaluation."""
     rows = config.config.get("num_envs_per_worker")
     num = rows if isinstance(rows, int) and rows > 0 else _FEW_ROWS
-    if config.env == GAMECORE:
-        scripts = ("", *script_names(_ARENA)) if is_arena_game(_env_config(config)) else None
-        return _GameFacts(two_sides=True, scripts=scripts, evaluates=True)
-    two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
-    return _GameFacts(two_sides, script_names(config.env), is_arena(config.env))
-
-
-def _check_env(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
-    """Problems of the environment, its ports and the token files of players: it needs two sides, and matches for the evaluation."""
     try:
-        game = _game_facts(config)
+        two_sides = config.env == EXTERNAL or _has_several_agents(config)
+        evaluates = two_sides and config.env != EXTERNAL
+        if not two_sides:
+            two_sides = has_opponent_rows(config.env, num, config.env_config, PreprocessConfig(), ())
+            evaluates = config.env == GAMECORE or is_arena(config.env)
     except (UsageError, EnvironmentFault):  # validation of the experiment reports it
         return []
-    if not game.two_sides:
+    if not two_sides:
         sentence = f"env is {config.env}, which has one agent. A league needs an environment with two sides."
         return [ConfigProblem(sentence, "env")]
-    problems = _check_ports(config, league)
-    for name, player in config.players.items():
-        problems += _check_token_file(name, player)
-    if config.evaluated_pairs != "none" and not game.evaluates:
+    if config.evaluated_pairs != "none" and not evaluates:
         sentence = f"evaluation.pairs is {config.evaluated_pairs}; {config.env} has no matches between players that do not learn."
-        problems.append(ConfigProblem(sentence, "evaluation.pairs"))
-    return problems
+        return [ConfigProblem(sentence, "evaluation.pairs")]
+    return []
+
+
+def external_ports(config: LeagueConfig, league: Path) -> dict[str, Any]:
+    """Training player → the port that games connect to while it trains; empty unless games call the learners."""
+    if config.env != EXTERNAL:
+        return {}
+    default = ExternalConfig.model_fields["port"].default
+    given = {name: player_experiment(config, name, league)["config"].get("env_config") or {} for name in config.learners()}
+    return {name: env_config.get("port", default) for name, env_config in given.items()}
 
 
 def _check_ports(config: LeagueConfig, league: Path) -> list[ConfigProblem]:
-    """Players of an external game that train at the same time need different ports."""
-    if config.env != EXTERNAL or config.parallel < 2:
-        return []
+    """Games find their port in the file, and players that train at the same time need different ones."""
     player_of: dict[Any, str] = {}
-    for name in config.learners():
-        port = (player_experiment(config, name, league)["config"].get("env_config") or {}).get(
-            "port", ExternalConfig.model_fields["port"].default
-        )
-        if port != 0 and port in player_of:
+    for name, port in external_ports(config, league).items():
+        if port == 0:
+            return [ConfigProblem("env_config.port is 0: games of a league need a port that stays the same.", "env_config.port")]
+        if config.parallel > 1 and port in player_of:
             sentence = (
                 f"parallel is {config.parallel}, and {player_of[port]} and {name} listen on the same port {port}. "
                 f"Give each its own, {PLAYERS}.{name}.config: {{env_config: {{port: …}}}}, or set parallel to 1."

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ludus.errors import LudusError, Unreachable
 from ludus.sampling.league_files import ResultSpool
@@ -21,6 +21,7 @@ from ludus.tournament.settings import BattleSettings
 log = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
+Loaded_co = TypeVar("Loaded_co", covariant=True)
 
 
 class ModelUnusable(Exception):
@@ -70,8 +71,10 @@ def play_battle(
     return failures
 
 
-Load = Callable[[str, str, GiveUp], Loaded]
-"""(model, token file or "", function to report a later failure) → the loaded player."""
+class Load(Protocol[Loaded_co]):
+    def __call__(self, model: str, token_file: str, give_up: GiveUp, /) -> Loaded_co:
+        """Load a player. `token_file` may be empty; `give_up` is called if it fails later. Raises LudusError, OSError."""
+        ...
 
 
 def load_players(task: PairTask, load: Load[Loaded], spool: ResultSpool) -> tuple[Loaded, Loaded]:

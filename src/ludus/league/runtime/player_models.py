@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import UnknownName, UsageError
@@ -33,12 +34,20 @@ def check_fixed_model(model: str, league: Path, rules: Collection[str] | None, e
     `rules`: scripts that the environment `env` has; None: unknown.
     """
     kind = kind_of_model(model)
-    script = script_name(model)
-    if script is not None and rules is not None and script not in rules:
-        raise UnknownName(f"{env} has no such script.", did_you_mean(script, rules))
+    rule = script_name(model)
+    if rule is not None and rules is not None and rule not in rules:
+        raise UnknownName(f"{env} has no such script.", did_you_mean(rule, rules))
     if kind is ModelKind.SCRIPT:
         load_script(league, model)
+    if kind is ModelKind.SERVED:
+        check_address(model)
     return kind
+
+
+def check_address(address: str) -> None:
+    """Raises UsageError if it contains a secret, which the league would store."""
+    if "@" in urlsplit(address).netloc:
+        raise UsageError("An address has no user or password.", "Write the token to a file, and name it: token_file.")
 
 
 def load_stored_model(model: str) -> tuple[TrainedContestant, Policy]:
@@ -47,6 +56,6 @@ def load_stored_model(model: str) -> tuple[TrainedContestant, Policy]:
     if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
         raise UsageError(
             f"{model} cannot play in training: its policy is not in a checkpoint.",
-            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function.",
+            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function, http://HOST:PORT.",
         )
     return found, found.policy

@@ -134,7 +134,7 @@ class MatchRunner:
         decided = clock()
         active = ~source.over if playing is None else playing & ~source.over
         rows = rows[active[rows // len(self._agents)]]
-        step = source.step(playing)
+        step = source.step(playing) if active.any() else RowStep()
         stepped = clock()
         self.times.environment_s += started - began + stepped - decided
         self.times.policy_s += decided - started
