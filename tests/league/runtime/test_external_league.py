@@ -89,7 +89,7 @@ def test_kill_9_of_coordinator_and_learner_loses_no_counted_result(tmp_path: Pat
         for _ in range(2):
             with command("run", "-f", file, "--dir", directory) as coordinator:
                 enough = counted + 200
-                wait_until(lambda: (directory / "settings.json").exists() and read_state(directory).results >= enough, 120)  # noqa: B023
+                wait_until(lambda: (directory / "league.yaml").exists() and read_state(directory).results >= enough, 120)  # noqa: B023
                 coordinator.send_signal(signal.SIGKILL)
                 coordinator.wait(10)
             wait_until(lambda: not any(is_claimed(directory, name) for name in ("main", "hunter")), 30)
@@ -100,6 +100,7 @@ def test_kill_9_of_coordinator_and_learner_loses_no_counted_result(tmp_path: Pat
             coordinator.send_signal(signal.SIGINT)
             out = coordinator.communicate(timeout=60)[0]
     assert coordinator.returncode == 130, out
+    assert f"games connect to port {port}" in out
     state = read_state(directory)
     assert counted + 200 <= state.results <= played_matches(playing)[1], "no match is counted twice"
     reports = [(one.source, one.number) for one in read_events(directory) if isinstance(one, ResultsReported)]
@@ -128,6 +129,7 @@ def test_errors_of_a_league_of_an_external_game_name_the_key(tmp_path: Path) -> 
     )
     assert "no matches between players" in problems(data | {"evaluation": {"pairs": "all"}})["evaluation.pairs"]
     assert "main and hunter listen on the same port 8000" in problems(data | {"parallel": 2})["parallel"]
+    assert "is 0" in problems(data | {"env_config": data["env_config"] | {"port": 0}})["env_config.port"]
     (several,) = problems(data | {"config": data["config"] | {"num_workers": 2}}).values()
     assert "num_workers" in several
     other = {"main": {}, "hunter": {"config": {"env_config": {"port": 8001}}}}

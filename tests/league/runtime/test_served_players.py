@@ -106,7 +106,7 @@ def test_a_server_that_goes_away_is_left_out_until_it_is_back(tmp_path: Path) ->
         data = served_league(tmp_path, served.url, stop={"timesteps": 10_000_000}, turn_steps=1_000_000, snapshots={})
         file.write_text(yaml.safe_dump(data))
         coordinator = stack.enter_context(command("run", "-f", file, "--dir", directory))
-        wait_until(lambda: (directory / "settings.json").exists() and games() > 100, 120)
+        wait_until(lambda: (directory / "league.yaml").exists() and games() > 100, 120)
         with contextlib.suppress(RuntimeError):
             served.run(served.gateway.close())
         wait_until(lambda: read_state(directory).players["rock"].quarantine, 60)
