@@ -227,9 +227,11 @@ def test_a_decision_without_an_answer_gives_the_match_up() -> None:
     policy, failures = tiny_policy(), Failures()
 
     async def play(agent: ServedAgent) -> None:
+        decider = ServedDecider(agent.policies[""])
         with pytest.raises(Refused, match="does not answer") as caught:
-            await ServedDecider(agent.policies[""]).decide(np.ones(3, np.float32))
+            await decider.decide(np.ones(3, np.float32))
         assert caught.value.status == 410
+        assert decider.lost
 
     with serve(policy) as served, connect(served.url, policy, on_failure=failures) as agent:
         served.run(served.gateway.close())

@@ -232,6 +232,8 @@ class ServedDecider:
 
     def __init__(self, policy: ServedPolicy) -> None:
         self.policy = policy
+        self.lost = False
+        """Whether the server has not answered: the match must not be counted."""
         self._sessions: set[int] = set()
 
     def decide(
@@ -245,6 +247,7 @@ class ServedDecider:
         answer = await asyncio.wrap_future(self.policy.agent.submit(row))
         self.policy.agent.report_failure()
         if answer.action is None:
+            self.lost = True
             raise Refused(
                 410, "session_lost", f"The opponent {self.policy.agent.url} does not answer.", "End the match, and start another."
             )
