@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
-from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.objects import MONITORING_API, Manifest
 
 CONNECT_S, ANSWER_S = 10.0, 30.0
 """Time limits of a connection and of an answer."""
@@ -69,6 +69,8 @@ KINDS: Mapping[str, Kind] = {
         Kind("HorizontalPodAutoscaler", "autoscaling/v1", "horizontalpodautoscalers"),
         Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets"),
         Kind("RayJob", "ray.io/v1", "rayjobs"),
+        Kind("PodMonitor", MONITORING_API, "podmonitors"),
+        Kind("PrometheusRule", MONITORING_API, "prometheusrules"),
     )
 }
 
