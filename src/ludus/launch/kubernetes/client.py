@@ -318,7 +318,7 @@ def read_contexts(files: Sequence[str]) -> tuple[dict[str, str], str]:
 def translate(error: Any, verb: str, what: str, namespace: str) -> LudusError:
     """Translate an answer of the API server that is an error. `verb`, `what`: what was requested."""
     code, message = int(error.status or 0), status_message(error.body) or str(error.reason or "")
-    if code == 404 and message.startswith("namespaces "):
+    if code == 404 and verb == "create" and message.startswith("namespaces "):
         return UsageError(
             f"There is no namespace {namespace}.", f"`kubectl create namespace {namespace}`, or choose another: --namespace."
         )
