@@ -62,7 +62,9 @@ def check_objects(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_that_submit_render_valid_objects(page: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_submit_render_valid_objects(
+    page: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     kinds: set[str] = set()
     for words in commands(page, tmp_path):

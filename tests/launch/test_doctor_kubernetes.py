@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from ludus.launch.cluster_file import ClusterConfig
 from ludus.launch.doctor.finding import DoctorFinding
 from ludus.launch.doctor.kubernetes_checks import PERMISSIONS, check_kubernetes
+from ludus.launch.kubernetes import status
 from ludus.launch.kubernetes.client import KINDS, KubernetesClient
 from tests.launch.kubernetes_api import ApiServer, running_api
 
@@ -69,7 +71,9 @@ def test_permissions_for_objects_of_operators_are_needed_only_with_them(api: Api
         ({"replicas": "1-3", "sessions": 100}, "metrics", "custom.metrics.k8s.io/v1beta1", "prometheus-adapter"),
     ],
 )
-def test_an_api_that_is_not_installed_is_named(api: ApiServer, keys: dict[str, Any], check: str, api_version: str, hint: str) -> None:
+def test_an_api_that_is_not_installed_is_named(
+    api: ApiServer, keys: dict[str, Any], check: str, api_version: str, hint: str
+) -> None:
     found = examine(**keys)[check]
     assert found.status == "failed"
     assert hint in found.fix
@@ -117,7 +121,9 @@ def test_a_server_that_does_not_answer_is_one_finding(api: ApiServer) -> None:
     assert "kubectl cluster-info" in found.fix
 
 
-def test_no_kubeconfig_and_an_unknown_context_are_one_finding(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kubeconfig_and_an_unknown_context_are_one_finding(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (found,) = examine(context="production").values()
     assert "has no context 'production'" in found.found
     assert "test" in found.fix
@@ -140,3 +146,12 @@ def test_the_role_in_the_documentation_has_all_permissions() -> None:
     }
     needed = {(KINDS[kind].group, KINDS[kind].plural, verb) for kind, verbs in PERMISSIONS.items() for verb in verbs}
     assert allowed == needed | {("", "pods/log", "get"), ("", "events", "list")}
+
+
+def test_messages_in_the_documentation_are_those_of_the_code() -> None:
+    """The reasons of a job in the page, up to the part that varies, are in the module that writes them."""
+    source = Path(status.__file__).read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").partition("## Reasons")[2].partition("\n## ")[0]
+    reasons = [cell.split(" … ")[-1] for line in text.splitlines() for cell in re.findall(r"^\| `([^`]+)`", line)]
+    assert len(reasons) >= 6
+    assert [reason for reason in reasons if reason not in source] == []

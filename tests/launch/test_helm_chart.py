@@ -359,6 +359,16 @@ def test_all_components_are_one_release(tmp_path: Path) -> None:
 
 
 @needs_helm
+def test_servers_without_disruption_budgets_get_none(tmp_path: Path) -> None:
+    """As with `ludus submit`. Kubernetes 1.20 has no policy/v1."""
+    words = ("--kube-version", "1.20.0")
+    for extra, found in (((), True), (words, False)):
+        done = run_helm("template", "r", str(CHART), *extra, values={"image": IMAGE, **CASES["serve"]}, home=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("kind: PodDisruptionBudget" in done.stdout) is found
+
+
+@needs_helm
 def test_created_secrets_are_random_and_those_of_redis_agree(tmp_path: Path) -> None:
     values = {**CASES["fleet"], "fleet": {**CASES["fleet"]["fleet"], "redis": {"memory": "1536Mi"}}}
     seen = set()
