@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 import ludus
 from ludus.launch.cluster_file import ClusterConfig, plan_command
 from ludus.launch.kubernetes import objects
+from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.fleet import redis_configuration
 from ludus.launch.kubernetes.objects import Manifest
 from ludus.launch.kubernetes.render import render_job
 from ludus.transport.message_stream import PASSWORD
+from tests.launch.kubernetes_api import running_api
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "ludus"
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -425,6 +427,19 @@ def test_the_notes_say_how_to_read_the_tokens(tmp_path: Path) -> None:
     assert "http://r-serve.default:8000" in notes
     assert "get secret r-gamecore -o jsonpath='{.data.gamecore-token}'" in notes
     assert "logs -f job/r-fleet" in notes
+
+
+@needs_helm
+def test_the_status_of_an_installed_release_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_api() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "config")))
+        orchestrator = KubernetesOrchestrator()
+        for manifest in template(CASES["fleet"], tmp_path).values():
+            orchestrator.client.create(manifest)
+        server.start_pod("r-fleet")
+        status = orchestrator.status("r-fleet")
+        assert (status.name, status.state, status.place) == ("r-fleet", "running", f"{S3}/r-fleet")
+        assert orchestrator.list() == [], "Helm has them"
 
 
 def test_the_schema_describes_every_value() -> None:

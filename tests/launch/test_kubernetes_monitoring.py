@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from ludus.errors import UsageError
 from ludus.launch.cluster_file import ClusterConfig, plan_command
 from ludus.launch.kubernetes import objects
+from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.objects import Manifest, job_id
 from ludus.launch.kubernetes.render import render_job
+from tests.launch.kubernetes_api import running_api
 from tests.tools import need
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +86,21 @@ def test_labels_select_the_objects() -> None:
     for kind in ("PodMonitor", "PrometheusRule"):
         assert found[kind]["metadata"]["labels"]["release"] == "prometheus"
         assert found[kind]["metadata"]["labels"][objects.JOB]
+
+
+def test_submit_creates_the_objects_or_says_that_the_operator_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    config = ClusterConfig().merge(on="kubernetes", image="ludus:1", pod_monitor=True, prometheus_rule=True)
+    job = plan_command(config, COMMANDS["serve"], {}).job
+    with running_api() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "config")))
+        orchestrator = KubernetesOrchestrator(config.kubernetes_settings())
+        with pytest.raises(UsageError, match=r"does not know PodMonitor.*pod_monitor and prometheus_rule out"):
+            orchestrator.submit(job)
+        assert server.objects == {}, "nothing is left of a submission that failed"
+        server.apis.add(objects.MONITORING_API)
+        identity = orchestrator.submit(job)
+        owners = {
+            each["metadata"]["ownerReferences"][0]["name"] for each in server.all("podmonitors") + server.all("prometheusrules")
+        }
+        assert owners == {identity}
