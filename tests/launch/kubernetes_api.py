@@ -101,6 +101,7 @@ class ApiServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = 1 << 16  # one packet for head and body: two would wait 40 ms for each other
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -64,6 +64,10 @@ CASES: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     "gamecore-server": ({}, ["gamecore", "serve", "--max-games", "50"]),
     "serve": ({"replicas": "2-8", "grace_s": 30.0}, ["serve", f"{S3}/best", "--port", "8080", "--drain-s", "120"]),
     "serve-sessions": ({"replicas": "1-20", "sessions": 500}, ["serve", f"{S3}/best", "--follow"]),
+    "serve-monitored": (
+        {"pod_monitor": True, "prometheus_rule": True, "monitor_labels": {"release": "prometheus"}, "monitor_interval": "30s"},
+        ["serve", f"{S3}/best", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"],
+    ),
     "helpers": ({"storage": "none", "nodes": 2}, ["fleet", "worker", "--memory", "redis://10.0.0.5", "--store", "s3://games/run"]),
 }  # fmt: skip
 
@@ -106,7 +110,7 @@ def test_the_objects_equal_the_golden_file(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_schema_of_current_versions_accepts_every_object(name: str, version: str) -> None:
     for document in yaml.safe_load_all((GOLDEN / f"{name}.yaml").read_text()):
-        if document["kind"] != "RayJob":  # a custom resource
+        if document["kind"] not in ("RayJob", "PodMonitor", "PrometheusRule"):  # custom resources
             kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -336,6 +340,7 @@ def test_a_command_that_cannot_work_is_refused(keys: Mapping[str, Any], words: l
         ({"priority_class": "High"}, "priority_class 'High'"),
         ({"image_pull_secrets": ["my secret"]}, "image_pull_secrets 'my secret'"),
         ({"storage": "new:1Gi", "storage_mode": "RWX"}, "storage_mode.*ReadWriteMany"),
+        ({"monitor_interval": "often"}, "monitor_interval 'often'.*15s"),
     ],
 )
 def test_settings_that_the_server_would_reject_are_refused(keys: Mapping[str, Any], match: str) -> None:

@@ -32,6 +32,7 @@ from ludus.launch.kubernetes.plan import PYTHON, CommandLine, plan_kubernetes
 from ludus.launch.kubernetes.settings import (
     GamecoreSettings,
     KubernetesSettings,
+    MonitoringSettings,
     PodExtras,
     PodImage,
     PodResources,
@@ -159,6 +160,10 @@ class KubernetesKeys(StrictModel):
     gamecore_cpus: Annotated[float, Field(gt=0)] | None = None
     gamecore_memory: str | None = None
     max_games: Annotated[int, Field(ge=1)] = GamecoreSettings.max_games
+    pod_monitor: bool = False
+    prometheus_rule: bool = False
+    monitor_labels: dict[str, str] = Field(default_factory=dict)
+    monitor_interval: str = MonitoringSettings.interval
     ttl_s: Annotated[int, Field(ge=0)] | None = None
     network_policy: bool = True
     flavor: Literal["plain", "kuberay"] = "plain"
@@ -242,6 +247,7 @@ class ClusterConfig(KubernetesKeys, SshKeys, SlurmKeys, JobKeys):
                 self._pod_resources(self.gamecore_cpus or self.cpus, self.gamecore_memory or self.memory, gpus=0),
                 self.max_games,
             ),
+            monitoring=MonitoringSettings(self.pod_monitor, self.prometheus_rule, self.monitor_labels, self.monitor_interval),
             ttl_s=self.ttl_s,
             network_policy=self.network_policy,
             flavor=self.flavor,

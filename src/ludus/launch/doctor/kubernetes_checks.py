@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.errors import LudusError, UnknownName, UsageError
 from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, skip, warning
 from ludus.launch.kubernetes.client import KINDS, KubernetesClient
-from ludus.launch.kubernetes.objects import run_claim_name
+from ludus.launch.kubernetes.objects import MONITORING_API, run_claim_name
 from ludus.launch.kubernetes.ray_cluster import RAY_JOB_API
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodResources, parse_quantity
 
@@ -30,8 +30,9 @@ PERMISSIONS: Mapping[str, tuple[str, ...]] = {
     "HorizontalPodAutoscaler": ("list", "create", "delete"),
     "PodDisruptionBudget": ("create",),
 }
-"""What `ludus submit` and `ludus jobs` need in the namespace, for all shapes."""
+"""What `ludus submit` and `ludus jobs` need in the namespace, for all shapes. docs/kubernetes/troubleshooting.md has a Role with these."""
 
+CUSTOM_METRICS = ("custom.metrics.k8s.io/v1beta2", "custom.metrics.k8s.io/v1beta1")
 _SUBRESOURCES = (("get", "Pod", "log"),)
 _OPTIONAL = (("list", "Event", ""),)
 
@@ -61,18 +62,17 @@ def check_kubernetes(client: KubernetesClient, settings: KubernetesSettings, nam
     where = f"context {client.context}" if client.context else "this pod's service account"
     yield _check_version(version, f"{where}, namespace {client.namespace}")
     try:
-        yield from check_permissions(client)
+        yield from check_permissions(client, needed_permissions(settings))
         yield from _check_namespace(client)
         yield from _check_named_objects(client, settings, name)
         yield from _check_room(client, settings)
         if settings.flavor == "kuberay":
-            found = client.find_api(RAY_JOB_API)
-            text = f"{RAY_JOB_API} is {'known' if found else 'not known'} to the server"
-            yield (
-                ok("kuberay", text) if found else failure("kuberay", text, "Install the KubeRay operator, or use --flavor plain.")
-            )
+            yield _check_api(client, "kuberay", RAY_JOB_API, "Install the KubeRay operator, or use --flavor plain.")
+        if settings.monitoring.pod_monitor or settings.monitoring.prometheus_rule:
+            hint = "Install the Prometheus operator, or leave pod_monitor and prometheus_rule out."
+            yield _check_api(client, "monitoring", MONITORING_API, hint)
         if settings.scale.replicas.scales or (settings.scale.workers is not None and settings.scale.workers.scales):
-            yield _check_metrics(client)
+            yield _check_metrics(client, by_sessions=settings.scale.sessions > 0)
     except LudusError as error:
         yield failure("kubernetes", error.message, error.hint)
 
@@ -88,9 +88,21 @@ def _check_version(version: str, where: str) -> DoctorFinding:
 # -- permissions --------------------------------------------------------------------------------------------------------------
 
 
-def check_permissions(client: KubernetesClient) -> Iterator[DoctorFinding]:
-    """Ask the server for every verb and resource that jobs need."""
-    asked = [(verb, kind, "") for kind, verbs in PERMISSIONS.items() for verb in verbs]
+def needed_permissions(settings: KubernetesSettings) -> dict[str, tuple[str, ...]]:
+    """Return kind → verbs that jobs with these settings need: PERMISSIONS, and those for objects of operators."""
+    found = dict(PERMISSIONS)
+    if settings.flavor == "kuberay":
+        found["RayJob"] = (*_READ, *_WRITE)
+    if settings.monitoring.pod_monitor:
+        found["PodMonitor"] = ("create",)
+    if settings.monitoring.prometheus_rule:
+        found["PrometheusRule"] = ("create",)
+    return found
+
+
+def check_permissions(client: KubernetesClient, needed: Mapping[str, Sequence[str]] = PERMISSIONS) -> Iterator[DoctorFinding]:
+    """Ask the server for every verb and resource that jobs need. `needed`: kind → verbs."""
+    asked = [(verb, kind, "") for kind, verbs in needed.items() for verb in verbs]
     missing = [_describe(verb, kind, sub) for verb, kind, sub in (*asked, *_SUBRESOURCES) if not _allows(client, verb, kind, sub)]
     total = len(asked) + len(_SUBRESOURCES)
     if missing:
@@ -98,7 +110,7 @@ def check_permissions(client: KubernetesClient) -> Iterator[DoctorFinding]:
         yield failure(
             "permissions",
             f"missing in the namespace {client.namespace}: {rules}",
-            "Ask for a Role with these: docs/kubernetes.md has one.",
+            "Ask for a Role with these: docs/kubernetes/troubleshooting.md has one.",
         )
     else:
         yield ok("permissions", f"all {total} that jobs need")
@@ -227,7 +239,22 @@ def _selected(node: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     return all(own.get(key) == value for key, value in labels.items())
 
 
-def _check_metrics(client: KubernetesClient) -> DoctorFinding:
+def _check_api(client: KubernetesClient, check: str, api: str, hint: str) -> DoctorFinding:
+    if client.find_api(api):
+        return ok(check, f"{api} is known to the server")
+    return failure(check, f"{api} is not known to the server", hint)
+
+
+def _check_metrics(client: KubernetesClient, *, by_sessions: bool) -> DoctorFinding:
+    """Check that autoscalers have what they scale by: the load of the CPU, or the metric `ludus_sessions` of an adapter."""
+    if by_sessions:
+        if any(client.find_api(api) for api in CUSTOM_METRICS):
+            return ok("metrics", "the server has custom metrics of pods; ludus_sessions must be one of them")
+        return failure(
+            "metrics",
+            "the server has no custom metrics of pods: the number of pods will not follow the sessions",
+            "Install prometheus-adapter (docs/kubernetes/monitoring.md), or leave sessions out to scale by the load of the CPU.",
+        )
     if client.find_api("metrics.k8s.io/v1beta1"):
         return ok("metrics", "the server has metrics of pods, which autoscalers need")
     return failure(

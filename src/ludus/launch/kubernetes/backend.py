@@ -194,10 +194,15 @@ class KubernetesOrchestrator:
             self._client.create(manifest)
 
     def _create_optional(self, manifest: Manifest) -> Manifest | None:
-        """Create an object. A budget for disruptions is left out where the server is too old for it."""
+        """Create an object. A budget for disruptions is left out where the server is too old for it. Raises UsageError."""
         try:
             return self._client.create(manifest)
-        except UnknownName:
+        except UnknownName as error:
+            if manifest["apiVersion"] == objects.MONITORING_API:
+                raise UsageError(
+                    f"The server does not know {manifest['kind']} of {manifest['apiVersion']}.",
+                    "Install the Prometheus operator, or leave pod_monitor and prometheus_rule out.",
+                ) from error
             if manifest["kind"] != "PodDisruptionBudget":
                 raise
             log.warning("the server does not know %s of %s, which is left out", manifest["kind"], manifest["apiVersion"])

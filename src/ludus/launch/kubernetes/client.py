@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
-from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.objects import MONITORING_API, Manifest
 
 CONNECT_S, ANSWER_S = 10.0, 30.0
 """Time limits of a connection and of an answer."""
@@ -69,6 +69,8 @@ KINDS: Mapping[str, Kind] = {
         Kind("HorizontalPodAutoscaler", "autoscaling/v1", "horizontalpodautoscalers"),
         Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets"),
         Kind("RayJob", "ray.io/v1", "rayjobs"),
+        Kind("PodMonitor", MONITORING_API, "podmonitors"),
+        Kind("PrometheusRule", MONITORING_API, "prometheusrules"),
     )
 }
 
@@ -316,7 +318,7 @@ def read_contexts(files: Sequence[str]) -> tuple[dict[str, str], str]:
 def translate(error: Any, verb: str, what: str, namespace: str) -> LudusError:
     """Translate an answer of the API server that is an error. `verb`, `what`: what was requested."""
     code, message = int(error.status or 0), status_message(error.body) or str(error.reason or "")
-    if code == 404 and message.startswith("namespaces "):
+    if code == 404 and verb == "create" and message.startswith("namespaces "):
         return UsageError(
             f"There is no namespace {namespace}.", f"`kubectl create namespace {namespace}`, or choose another: --namespace."
         )

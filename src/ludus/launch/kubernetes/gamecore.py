@@ -28,6 +28,7 @@ def render_service(job: Job, settings: KubernetesSettings, identity: str) -> Job
         *objects.job_wide_objects(
             job, settings, identity, shared=False, secret_keys=(objects.GAMECORE_TOKEN,), open_ports=((main.name, GAMECORE_PORT),)
         ),
+        *objects.pod_monitor(identity, main.name, settings, port="gamecore", token=objects.GAMECORE_TOKEN),
     ]
     return JobObjects(tuple(found))
 

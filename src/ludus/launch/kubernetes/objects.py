@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from ludus.errors import UsageError
 from ludus.launch.job import Job
@@ -31,6 +35,9 @@ TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
     "gamecore-token",
 )
 """Keys of the Secret that are not names of environment variables."""
+
+MONITORING_API = "monitoring.coreos.com/v1"
+"""API of the Prometheus operator."""
 
 MAX_ID = 40
 """Length of a job id: names of objects add a role and an index, and a Service's name has at most 63 characters."""
@@ -236,6 +243,51 @@ def cpu_autoscaler(identity: str, role: str, target: str, least: int, most: int,
             "targetCPUUtilizationPercentage": percent,
         },
     }
+
+
+def pod_monitor(
+    identity: str, role: str, settings: KubernetesSettings, *, port: str, token: str, tls: bool = False
+) -> list[Manifest]:
+    """Return the object by which the Prometheus operator scrapes every pod of a role, if the settings ask for it.
+
+    `port`: its name. `token`: key of the Secret. Prometheus' label `job` is "ludus", as the alert rules expect.
+    """
+    monitoring = settings.monitoring
+    if not monitoring.pod_monitor:
+        return []
+    endpoint: Manifest = {
+        "port": port,
+        "path": "/metrics",
+        "interval": monitoring.interval,
+        "authorization": {"type": "Bearer", "credentials": {"name": identity, "key": token}},
+    }
+    if tls:  # Prometheus connects to the address of a pod, which no certificate names
+        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
+    spec = {
+        "jobLabel": NAME,
+        "selector": {"matchLabels": {JOB: identity, ROLE: role}},
+        "podMetricsEndpoints": [endpoint],
+    }
+    return [_monitoring_object("PodMonitor", identity, role, settings, spec)]
+
+
+def prometheus_rule(identity: str, role: str, settings: KubernetesSettings) -> list[Manifest]:
+    """Return the alert rules of a service for the Prometheus operator, if the settings ask for them."""
+    if not settings.monitoring.prometheus_rule:
+        return []
+    return [_monitoring_object("PrometheusRule", identity, role, settings, yaml.safe_load(_alert_rules()))]
+
+
+def _monitoring_object(kind: str, identity: str, role: str, settings: KubernetesSettings, spec: Manifest) -> Manifest:
+    found = metadata(identity, identity, role)
+    found["labels"] |= settings.monitoring.labels
+    return {"apiVersion": MONITORING_API, "kind": kind, "metadata": found, "spec": spec}
+
+
+@functools.cache
+def _alert_rules() -> str:
+    """Return the text of deploy/prometheus-alerts.yml, of which the package has a copy."""
+    return resources.files(__package__).joinpath("prometheus-alerts.yml").read_text(encoding="utf-8")
 
 
 def job_wide_objects(

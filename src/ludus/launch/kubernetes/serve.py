@@ -47,6 +47,8 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str, *, por
             job, settings, identity, shared=True, secret_keys=(objects.SERVE_TOKEN,), open_ports=((main.name, port),)
         ),
         _disruption_budget(identity, main.name),
+        *objects.pod_monitor(identity, main.name, settings, port="http", token=objects.SERVE_TOKEN, tls=tls),
+        *objects.prometheus_rule(identity, main.name, settings),
     ]
     if replicas.scales:
         found.append(_autoscaler(identity, main.name, settings))

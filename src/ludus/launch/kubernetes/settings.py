@@ -26,6 +26,7 @@ _FACTORS: Mapping[str, float] = {
     **{unit: 1000.0 ** (n + 1) for n, unit in enumerate("kMGTPE")},
     **{f"{unit}i": 1024.0 ** (n + 1) for n, unit in enumerate("KMGTPE")},
 }  # fmt: skip
+_INTERVAL = re.compile(r"[0-9]{1,6}(ms|s|m)")
 _SCALE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
@@ -152,6 +153,16 @@ class GamecoreSettings:
 
 
 @dataclass(frozen=True)
+class MonitoringSettings:
+    """Objects of the Prometheus operator for a service. `labels`: by which the operator selects them. `interval`: between two scrapes."""
+
+    pod_monitor: bool = False
+    prometheus_rule: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    interval: str = "15s"
+
+
+@dataclass(frozen=True)
 class KubernetesSettings:
     """`context`, `namespace`: "": the current ones of the kubeconfig. `ttl_s`: seconds after which a finished job is deleted; None: by its shape.
 
@@ -168,6 +179,7 @@ class KubernetesSettings:
     redis: RedisSettings = RedisSettings()
     scale: ScaleSettings = ScaleSettings()
     gamecore: GamecoreSettings = GamecoreSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     ttl_s: int | None = None
     network_policy: bool = True
     flavor: Flavor = "plain"
@@ -225,6 +237,8 @@ def check_settings(settings: KubernetesSettings) -> KubernetesSettings:
             raise UsageError(f"{key} {name!r} is not the name of an object.", "Use lower-case letters, digits, dots and dashes.")
     if settings.storage.access_mode not in ("", *ACCESS_MODES):
         raise UsageError(f"storage_mode is {settings.storage.access_mode!r}.", f"Use one of: {', '.join(ACCESS_MODES)}.")
+    if not _INTERVAL.fullmatch(settings.monitoring.interval):
+        raise UsageError(f"monitor_interval {settings.monitoring.interval!r} is not a time.", "Use a time such as 15s.")
     if settings.flavor not in FLAVORS:
         raise UsageError(f"flavor is {settings.flavor!r}.", f"Use one of: {', '.join(FLAVORS)}.")
     if settings.ttl_s is not None and settings.ttl_s < 0:
