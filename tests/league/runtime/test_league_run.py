@@ -23,6 +23,7 @@ from ludus.experiments.control.restart_policy import LearnerFailure
 from ludus.experiments.runs import checkpoint
 from ludus.league.events import PlayerRetired, ResultsReported, SnapshotTaken
 from ludus.league.journal import read_events, read_state
+from ludus.league.matchmaking import opponent_probabilities
 from ludus.league.players import PlayerRole
 from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
@@ -120,6 +121,11 @@ def test_psro_fills_the_payoffs_of_its_population(tmp_path: Path) -> None:
     counts = state.payoff.counts(names)
     assert [int(counts[i, j]) for i, j in ((0, 1), (0, 2), (1, 2))] == [40, 40, 40]
     assert state.payoff.mean_gains(names)[1, 0] == pytest.approx(-state.payoff.mean_gains(names)[0, 1])
+    # The published meta-strategy includes the last snapshot, whose matches were played after the league had stopped.
+    published = read_matchmaking(tmp_path, "main")
+    assert published is not None
+    expected = opponent_probabilities(state.view(), state.players["main"], state.settings.matchmaking)
+    assert {one.name: one.probability for one in published.opponents} == pytest.approx(expected)
 
 
 def test_a_snapshot_that_cannot_be_read_is_excluded_and_the_rest_goes_on(tmp_path: Path) -> None:

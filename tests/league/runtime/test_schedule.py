@@ -5,7 +5,8 @@ from typing import Any
 from ludus.league.events import PlayerAdded, ResultsReported
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
-from ludus.league.runtime.schedule import missing_pairs, order_learners, reached_stop
+from ludus.league.runtime.schedule import missing_pairs, order_learners, reached_stop, turn_steps
+from ludus.league.settings import LeagueSettings, SnapshotRule
 from ludus.league.state import LeagueState
 from tests.league.test_state import apply
 
@@ -47,6 +48,20 @@ def test_retired_players_and_those_in_quarantine_do_not_train() -> None:
     assert order_learners(state, dict.fromkeys(("a", "b", "main"), 1.0), ()) == ["main"]
     nobody = league(Player("a", PlayerRole.MAIN, retired=True), FIXED)
     assert reached_stop(nobody, LeagueStopSection(), 0.0) == "no player can train"
+
+
+def test_a_turn_ends_when_a_snapshot_is_due() -> None:
+    settings = LeagueSettings(snapshots={PlayerRole.MAIN: SnapshotRule(min_steps=50, max_steps=100)})
+
+    def next_turn(steps: int, last_snapshot: int, **sections: Any) -> int:
+        player = Player("main", PlayerRole.MAIN, steps=steps, snapshot_steps=last_snapshot)
+        return turn_steps(apply(LeagueState(settings), PlayerAdded(player)), config(turn_steps=60, **sections), "main")
+
+    assert next_turn(300, 300) == 60
+    assert next_turn(370, 300) == 30
+    assert next_turn(420, 300) == 60  # the snapshot could not be stored: no turns without steps
+    assert next_turn(370, 300, stop={"timesteps": 390}) == 20
+    assert next_turn(370, 300, stop={"timesteps": 360}) == 1
 
 
 def test_stop_conditions() -> None:

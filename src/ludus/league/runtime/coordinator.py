@@ -317,7 +317,7 @@ class Coordinator:
             if is_claimed(self._league, name):
                 continue
             self._publish()
-            workers.start_turn(name, self._turn_steps())
+            workers.start_turn(name, schedule.turn_steps(self._state, config, name))
             free -= 1
 
     def _start_evaluation(self) -> bool:
@@ -333,12 +333,6 @@ class Coordinator:
     def _pair_task(self, player: str, opponent: str, matches: int) -> PairTask:
         own, other = self._state.players[player], self._state.players[opponent]
         return PairTask(player, own.model, opponent, other.model, matches, own.token_file, other.token_file)
-
-    def _turn_steps(self) -> int:
-        steps = self._config.turn_steps
-        if self._config.stop.timesteps is not None:
-            steps = min(steps, max(1, self._config.stop.timesteps - schedule.total_steps(self._state)))
-        return steps
 
     def _conclude(self, task: LeagueTask) -> None:
         """Record what an ended process has done, or decide how to react to its failure."""
@@ -399,7 +393,8 @@ class Coordinator:
 
     def _finish(self, reason: str, stop: StopSignal) -> None:
         """End all learners, also those of other machines; record their last checkpoints and results, and compare the last snapshots."""
-        self._publish(stop=f"the league has stopped: {reason}")
+        stopped = f"the league has stopped: {reason}"
+        self._publish(stop=stopped)
         self._end_tasks()
         self._scan()
         in_time = not schedule.is_out_of_time(self._config.stop, self._clock() - self._began)
@@ -410,6 +405,7 @@ class Coordinator:
                 time.sleep(_POLL_S)
             self._end_tasks()
         self._ingest.poll()
+        self._publish(stop=stopped)  # with the last snapshot and its results: for PSRO this is the final meta-strategy
         self._report()
         self._journal.snapshot()
 

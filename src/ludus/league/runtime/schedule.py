@@ -26,6 +26,19 @@ def order_learners(state: LeagueState, shares: Mapping[str, float], busy: Collec
     return [one.name for one in sorted(ready, key=lambda one: one.steps / shares[one.name])]
 
 
+def turn_steps(state: LeagueState, config: LeagueConfig, name: str) -> int:
+    """Steps of a player's next turn. A turn ends early if the player reaches the `max_steps` of its snapshot rule, or the league its stop."""
+    player, steps = state.players[name], config.turn_steps
+    rule = state.settings.snapshots.get(player.role)
+    if rule is not None:
+        until_snapshot = player.snapshot_steps + rule.max_steps - player.steps
+        if until_snapshot > 0:  # else the snapshot is due, but could not be stored
+            steps = min(steps, until_snapshot)
+    if config.stop.timesteps is not None:
+        steps = min(steps, max(1, config.stop.timesteps - total_steps(state)))
+    return steps
+
+
 def total_steps(state: LeagueState) -> int:
     return sum(one.steps for one in state.players.values() if one.role.learns)
 
