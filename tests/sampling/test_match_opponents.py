@@ -137,6 +137,14 @@ def test_only_the_learning_side_is_recorded() -> None:
         np.testing.assert_array_equal(actions, versions)  # a past version would have chosen an earlier number
 
 
+@pytest.mark.parametrize(("settings", "sides"), [({}, 2), ({"swap_sides": False}, 1)])
+def test_against_itself_both_sides_are_recorded_unless_the_side_is_fixed(settings: dict[str, Any], sides: int) -> None:
+    play = SelfPlay(SelfPlayConfig(opponents="latest", **settings))
+    recorded = sum(int(batch.valid.sum()) for batch in play.run(6))
+    acted = play.sampler.matches.agent_steps - play.sampler.unlearned_steps()
+    assert recorded == pytest.approx(acted * sides / len(AGENTS), abs=2 * len(play.envs))
+
+
 def test_both_sides_learn_in_turn_unless_the_side_is_fixed() -> None:
     def sides(settings: SelfPlayConfig) -> set[float]:
         return {float(x) for batch in SelfPlay(settings).run(4) for x in batch.observation[:-1][batch.valid][:, 0]}

@@ -169,7 +169,10 @@ def _league_opponents(
 
 
 class TwoSides:
-    """Seats the sides of a game: one learns, the opponent plays the other. Implements SeatAgents."""
+    """Seats the sides of a game: one learns, the opponent plays the other. Implements SeatAgents.
+
+    If the opponent is the model that learns, both sides are recorded, unless the learning side is fixed.
+    """
 
     def __init__(
         self,
@@ -199,7 +202,8 @@ class TwoSides:
                 models[agent] = self._mapping[agent] if number == learning else opponent.models.get(agent, opponent.model)
         own, end = frozenset(self._sides[learning]), opponent.on_episode_end
         ends = {} if end is None else {agent: end for agent in models if agent not in own}
-        return Seating(models, own, opponent.name, opponent.on_finished, ends)
+        both_learn = self._swap_sides and models == dict(self._mapping)
+        return Seating(models, None if both_learn else own, opponent.name, opponent.on_finished, ends, own)
 
     def close(self) -> None:
         self._opponents.close()

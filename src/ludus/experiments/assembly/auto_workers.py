@@ -239,8 +239,8 @@ def measure_matches(env: str, algorithm: type[Algorithm], config: AlgorithmConfi
 
 
 def _seat_one_side(agents: Mapping[str, str], self_play: SelfPlayConfig) -> Callable[[MatchRunner, PolicySet], SeatAgents] | None:
-    """With self-play one side is recorded; opponents from the past cost as much as the newest version."""
-    if self_play.opponents is None:
+    """Against other players one side is recorded; opponents from the past cost as much as the newest version."""
+    if self_play.opponents is None or (self_play.opponents == "latest" and self_play.swap_sides):
         return None
     recorded = frozenset(self_play.sides[0] if self_play.sides else list(agents)[:1])
     return lambda matches, policies: lambda copy: Seating(agents, recorded, self_play.opponents or "")

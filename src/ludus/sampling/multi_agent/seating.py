@@ -23,6 +23,8 @@ class Seating:
     """Called with the match when it is over; not if it fails or is cut."""
     on_episode_end: Mapping[str, Callable[[State], None]] = field(default_factory=dict)
     """Agent → called with its last recurrent state when its episode is over in any way."""
+    side: frozenset[str] | None = None
+    """Agents whose score is the result of the match; None: the recorded ones."""
 
 
 SeatAgents = Callable[[int], Seating]
@@ -44,19 +46,22 @@ class FinishedMatch:
 
     @property
     def score(self) -> float:
-        """Score of the side that learned: 1 if its best return is above those of all others, 0 if below, 0.5 if equal."""
-        assert self.seating is not None
-        own_side = self.seating.recorded or frozenset()
+        """Score of the own side: 1 if its best return is above those of all others, 0 if below, 0.5 if equal."""
+        own_side = self._own_side
         own = max(gained for agent, gained in self.returns.items() if agent in own_side)
         other = max(gained for agent, gained in self.returns.items() if agent not in own_side)
         return 0.5 + 0.5 * ((own > other) - (own < other))
 
     @property
     def gain(self) -> float:
-        """Half of the difference between the total returns of the side that learned and the other one; its return in a zero-sum game."""
-        assert self.seating is not None
-        own_side = self.seating.recorded or frozenset()
+        """Half of the difference between the total returns of the own side and the other one; its return in a zero-sum game."""
+        own_side = self._own_side
         return 0.5 * sum(gained if agent in own_side else -gained for agent, gained in self.returns.items())
+
+    @property
+    def _own_side(self) -> frozenset[str]:
+        assert self.seating is not None
+        return self.seating.side or self.seating.recorded or frozenset()
 
     def result(self, name: str) -> float | None:
         """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent and for other names.
