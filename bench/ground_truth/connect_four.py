@@ -1,48 +1,37 @@
 """A league on Connect Four; its main player meets random play and minimax that looks four moves ahead.
 
-    python -m bench.ground_truth.connect_four [--seed 1] [--steps 6000000] [--matches 400]     (about fifteen minutes, one core)
+    python -m bench.ground_truth.connect_four [--seeds 1] [--matches 400]     (about fifteen minutes per seed, one core)
 
-The main player trains against itself (60 % of the matches) and its snapshots (40 %); minimax is never met in training. It plays its most
-probable actions in the evaluation; minimax draws among equally good moves.
+The main player of `examples/leagues/connect_four.yaml` trains against itself and its snapshots; minimax is never met in training. In the
+evaluation the main player plays its most probable actions; minimax draws among equally good moves.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.ground_truth.leagues import MAIN, FinishedLeague, read_example, run_example
 from bench.ground_truth.report import write_report
-from bench.ground_truth.training import LeagueLearner, Opponents, TrainingSettings
 from ludus.core.statistics import wilson_interval
-from ludus.envs.openspiel import GameStates, load_game
+from ludus.envs.openspiel import load_states
 from ludus.game_theory.connect_four import MinimaxPlayer, Position
 from ludus.models.policy import Policy
 
-ENV = "openspiel/connect_four"
-SNAPSHOT_STEPS = 131_072
-LATEST = 0.6
-WINDOW = 40
-"""Snapshots that are met in training: the newest ones."""
+EXAMPLE = "connect_four"
+CURVE_POINTS = 12
+CURVE_MATCHES = 100
 
 Opponent = Callable[[Position], int]
 
 
-def settings(steps: int) -> TrainingSettings:
-    ppo = {
-        "lr": [[0, 1e-3], [steps, 1e-4]], "entropy_coeff": [[0, 0.05], [steps, 0.005]], "gamma": 0.99, "lambda": 0.9,
-        "minibatch_size": 2048, "num_epochs": 3,
-    }  # fmt: skip
-    return TrainingSettings(ENV, hiddens=(256, 256), copies=256, batch_steps=16384, ppo=ppo)
-
-
 def play(policy: Policy, opponent: Opponent, matches: int, first: bool) -> dict[str, Any]:
     """Matches of the policy, all at once, as first or second player."""
-    game = GameStates(load_game("connect_four"))
+    game = load_states(EXAMPLE, read_example(EXAMPLE, 0)["env_config"])
     states = [game.game.new_initial_state() for _ in range(matches)]
     positions = [Position() for _ in range(matches)]
     own = 0 if first else 1
@@ -79,31 +68,32 @@ def evaluate(policy: Policy, matches: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def curve_of(league: FinishedLeague) -> list[dict[str, Any]]:
+    """Win rates of some snapshots."""
+    names = league.snapshots()
+    curve = []
+    for name in names[:: max(1, len(names) // CURVE_POINTS)]:
+        rows = evaluate(league.policy(name), CURVE_MATCHES, 0)
+        won = {f"{row['opponent']}, {row['main player']}": row["won"] for row in rows}
+        curve.append({"steps": league.state.players[name].steps} | won)
+    return curve
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6_000_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--matches", type=int, default=400)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.process_time()
-    learner = LeagueLearner(settings(args.steps), args.seed)
-    snapshots, curve = [learner.snapshot()], []
-    while learner.steps < args.steps:
-        newest = snapshots[-WINDOW:]
-        learner.train(SNAPSHOT_STEPS, Opponents(LATEST, newest, np.ones(len(newest))))
-        snapshots.append(learner.snapshot())
-        if len(snapshots) % 4 == 0:
-            rows = evaluate(learner.policy, 50, 0)
-            curve.append({"steps": learner.steps} | {f"{r['opponent']}, {r['main player']}": r["won"] for r in rows})
-            print(round(time.process_time() - began), curve[-1], flush=True)
-    rows = evaluate(learner.policy, args.matches, args.seed)
-    columns = ("opponent", "main player", "matches", "won, % [95 %]", "lost, %")
-    cpu_s = round(time.process_time() - began, 1)
-    write_report(
-        "connect-four", "Connect Four: main player of a league", columns, rows, seed=args.seed, steps=learner.steps, cpu_s=cpu_s,
-        settings=str(settings(args.steps)), curve=curve, note=f"{learner.steps:,} environment steps, {cpu_s:.0f} s of one core.",
-    )  # fmt: skip
+    columns = ("seed", "opponent", "main player", "matches", "won, % [95 %]", "lost, %")
+    rows, curves, notes = [], {}, []
+    for seed in args.seeds:
+        with run_example(EXAMPLE, seed, quiet=False) as league:
+            rows += [{"seed": seed} | row for row in evaluate(league.policy(MAIN), args.matches, seed)]
+            curves[seed] = curve_of(league)
+            notes.append(f"Seed {seed}: {league.steps:,} environment steps, {league.cpu_s:.0f} s of one core.")
+        title, file = "Connect Four: main player of a league", read_example(EXAMPLE, 0)
+        write_report("connect-four", title, columns, rows, file=file, curves=curves, note=" ".join(notes))
 
 
 if __name__ == "__main__":
