@@ -3,12 +3,14 @@
     python -m bench.ground_truth.connect_four [--seeds 1] [--matches 400]     (about fifteen minutes per seed, one core)
 
 The main player of `examples/leagues/connect_four.yaml` trains against itself and its snapshots; minimax is never met in training. In the
-evaluation the main player plays its most probable actions; minimax draws among equally good moves.
+evaluation matches start from the empty board; the main player plays its most probable actions, or samples them as in training. Minimax
+(`ludus.game_theory.connect_four`) counts open threes at its horizon and draws among equally good moves.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,34 +20,37 @@ import torch
 from bench.ground_truth.leagues import MAIN, FinishedLeague, read_example, run_example
 from bench.ground_truth.report import write_report
 from ludus.core.statistics import wilson_interval
-from ludus.envs.openspiel import load_states
+from ludus.envs.matches.connect_four import ConnectFourEnv
 from ludus.game_theory.connect_four import MinimaxPlayer, Position
 from ludus.models.policy import Policy
 
 EXAMPLE = "connect_four"
 CURVE_POINTS = 12
-CURVE_MATCHES = 100
+CURVE_MATCHES = 50
 
 Opponent = Callable[[Position], int]
 
 
-def play(policy: Policy, opponent: Opponent, matches: int, first: bool) -> dict[str, Any]:
-    """Matches of the policy, all at once, as first or second player."""
-    game = load_states(EXAMPLE, read_example(EXAMPLE, 0)["env_config"])
-    states = [game.game.new_initial_state() for _ in range(matches)]
-    positions = [Position() for _ in range(matches)]
-    own = 0 if first else 1
-    while live := [i for i, state in enumerate(states) if not state.is_terminal()]:
-        turn = [i for i in live if states[i].current_player() == own]
-        actions = {i: opponent(positions[i]) for i in live if i not in set(turn)}
-        if turn:
-            observations = np.stack([game.observation(states[i], own) for i in turn])
-            masks = np.array([states[i].legal_actions_mask(own) for i in turn], np.bool_)
-            actions |= dict(zip(turn, policy.act(observations, mask=masks).action.tolist(), strict=True))
-        for i, action in actions.items():
-            states[i].apply_action(int(action))
-            positions[i] = positions[i].play(int(action))
-    returns = np.array([state.returns()[own] for state in states])
+def play(policy: Policy, opponent: Opponent, matches: int, first: bool, seed: int | None) -> dict[str, Any]:
+    """Matches of the policy, all at once, as first or second player. It samples its actions with `seed`; None: the most probable ones."""
+    env = ConnectFourEnv(matches, egocentric_obs_tensor=True)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    step = env.reset(np.zeros(matches, np.int64), np.arange(matches))
+    positions, own, returns = [Position() for _ in range(matches)], 0 if first else 1, np.zeros(matches)
+    while len(live := np.flatnonzero(~step.terminated[:, own])):
+        actions = np.zeros((matches, 2), np.int64)
+        if step.acting[live[0], own]:
+            assert step.action_mask is not None
+            noise = None if generator is None else policy.draw_noise(len(live), generator)
+            actions[live] = policy.act(step.observation[live, own], mask=step.action_mask[live, own], noise=noise).action[:, None]
+        else:
+            actions[live] = np.array([opponent(positions[number]) for number in live])[:, None]
+        for number in live.tolist():
+            positions[number] = positions[number].play(int(actions[number, own]))
+        playing = np.zeros(matches, np.bool_)
+        playing[live] = True
+        step = env.step(actions, playing)
+        returns[live] += step.reward[live, own]
     won = int((returns > 0).sum())
     low, high = wilson_interval(won, matches, 1.96)
     return {"matches": matches, "won": won / matches, "low": low, "high": high, "lost": float((returns < 0).mean())}
@@ -59,12 +64,12 @@ def evaluate(policy: Policy, matches: int, seed: int) -> list[dict[str, Any]]:
         "minimax, depth 4": minimax.choose,
     }
     rows = []
-    for name, opponent in opponents.items():
-        for first in (True, False):
-            found = play(policy, opponent, matches, first)
-            shown = f"{100 * found['won']:.1f} [{100 * found['low']:.1f}–{100 * found['high']:.1f}]"
-            row = {"opponent": name, "main player": "first" if first else "second", "won, % [95 %]": shown}
-            rows.append(row | {"lost, %": round(100 * found["lost"], 1)} | found)
+    for (name, opponent), first, sampled in itertools.product(opponents.items(), (True, False), (False, True)):
+        found = play(policy, opponent, matches, first, seed if sampled else None)
+        shown = f"{100 * found['won']:.1f} [{100 * found['low']:.1f}–{100 * found['high']:.1f}]"
+        actions = "sampled" if sampled else "most probable"
+        row = {"opponent": name, "main player": "first" if first else "second", "actions": actions, "won, % [95 %]": shown}
+        rows.append(row | {"lost, %": round(100 * found["lost"], 1)} | found)
     return rows
 
 
@@ -74,7 +79,7 @@ def curve_of(league: FinishedLeague) -> list[dict[str, Any]]:
     curve = []
     for name in names[:: max(1, len(names) // CURVE_POINTS)]:
         rows = evaluate(league.policy(name), CURVE_MATCHES, 0)
-        won = {f"{row['opponent']}, {row['main player']}": row["won"] for row in rows}
+        won = {f"{row['opponent']}, {row['main player']}, {row['actions']}": row["won"] for row in rows}
         curve.append({"steps": league.state.players[name].steps} | won)
     return curve
 
@@ -83,17 +88,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--matches", type=int, default=400)
+    parser.add_argument("--steps", type=int, help="in place of those of the example")
+    parser.add_argument("--name", default="connect-four", help="of the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ("seed", "opponent", "main player", "matches", "won, % [95 %]", "lost, %")
+    columns = ("seed", "opponent", "main player", "actions", "matches", "won, % [95 %]", "lost, %")
     rows, curves, notes = [], {}, []
     for seed in args.seeds:
-        with run_example(EXAMPLE, seed, quiet=False) as league:
+        with run_example(EXAMPLE, seed, {} if args.steps is None else {"stop": {"timesteps": args.steps}}, quiet=False) as league:
             rows += [{"seed": seed} | row for row in evaluate(league.policy(MAIN), args.matches, seed)]
             curves[seed] = curve_of(league)
             notes.append(f"Seed {seed}: {league.steps:,} environment steps, {league.cpu_s:.0f} s of one core.")
-        title, file = "Connect Four: main player of a league", read_example(EXAMPLE, 0)
-        write_report("connect-four", title, columns, rows, file=file, curves=curves, note=" ".join(notes))
+        file = read_example(EXAMPLE, 0)
+        write_report(args.name, "Connect Four: main player of a league", columns, rows, file=file, curves=curves, note=" ".join(notes))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ludus.league.runtime.coordinator import run_league
 from ludus.league.runtime.league_file import check_players, read_league
 from ludus.league.runtime.schedule import total_steps
 from ludus.league.state import LeagueState
+from ludus.models.custom.loader import add_search_directory
 from ludus.models.policy import Policy
 from ludus.tournament.contestants import TrainedContestant, contestant
 
@@ -67,6 +68,7 @@ def run_example(name: str, seed: int, changes: Sections | None = None, *, quiet:
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         file, directory = Path(folder) / f"{name}.yaml", Path(folder) / "league"
         file.write_text(yaml.safe_dump(read_example(name, seed, changes)))
+        add_search_directory(EXAMPLES)
         config = read_league(file)
         began = _cpu_s()
         say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))

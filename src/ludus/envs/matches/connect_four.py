@@ -15,6 +15,8 @@ from ludus.errors import ConfigError
 
 ENV_NAME: Final = "ludus/ConnectFour-v0"
 ROWS, COLUMNS, PLAYERS = 6, 7, 2
+MAX_OPENING_MOVES = ROWS
+"""No column is full after fewer moves, and no player has four stones in a row."""
 _EMPTY = 2
 """The plane of empty squares, after those of the players."""
 _HEIGHT = ROWS + 1  # bits of a column; the top one stays empty, so that no line of four crosses from one column to the next
@@ -29,7 +31,7 @@ class ConnectFourEnv(VectorMultiAgentEnv):
 
     The observation has three planes of 6 × 7 squares, the lowest row first: stones of player 0, of player 1, empty squares, as in
     OpenSpiel's connect_four. `egocentric_obs_tensor`: the first plane has the stones of the other player, the second one those of the
-    player who observes. Full columns are masked.
+    player who observes. `opening_moves`: a match begins after a random number of random moves, at most this many. Full columns are masked.
     """
 
     metadata: Mapping[str, Any] = {"name": ENV_NAME, "render_modes": ["rgb_array"], "render_fps": 2}
@@ -37,10 +39,14 @@ class ConnectFourEnv(VectorMultiAgentEnv):
     single_observation_space = gym.spaces.Box(0.0, 1.0, (PLAYERS + 1, ROWS, COLUMNS), np.float32)
     single_action_space = gym.spaces.Discrete(COLUMNS)
 
-    def __init__(self, num_envs: int = 1, egocentric_obs_tensor: bool = False, render_mode: str | None = None) -> None:
+    def __init__(
+        self, num_envs: int = 1, egocentric_obs_tensor: bool = False, opening_moves: int = 0, render_mode: str | None = None
+    ) -> None:
+        if not 0 <= opening_moves <= MAX_OPENING_MOVES:
+            raise ConfigError(f"{ENV_NAME} has no opening_moves {opening_moves!r}.", f"Use 0 to {MAX_OPENING_MOVES}.")
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"{ENV_NAME} has no render_mode {render_mode!r}.", "It renders rgb_array.")
-        self.num_envs = num_envs
+        self.num_envs, self._opening_moves = num_envs, opening_moves
         self._planes = np.array([[1, 0], [0, 1]] if egocentric_obs_tensor else [[0, 1], [0, 1]])  # [observer, player]
         self._stones = np.zeros((num_envs, PLAYERS), np.uint64)  # bit = column × _HEIGHT + row
         self._heights: Ints = np.zeros((num_envs, COLUMNS), np.int64)
@@ -56,7 +62,7 @@ class ConnectFourEnv(VectorMultiAgentEnv):
         )
 
     def reset(self, seeds: Ints, matches: Ints) -> VectorMultiAgentStep:
-        """The game has no chance: seeds make no difference."""
+        """The game has no chance: seeds determine only the opening moves."""
         result = self._result
         self._stones[matches] = 0
         self._heights[matches] = self._moves[matches] = 0
@@ -65,7 +71,26 @@ class ConnectFourEnv(VectorMultiAgentEnv):
         result.action_mask[matches] = True  # type: ignore[index]
         result.terminated[matches] = False
         result.acting[matches] = [True, False]
+        if self._opening_moves:
+            self._open(matches, seeds)
         return result
+
+    def _open(self, matches: Ints, seeds: Ints) -> None:
+        moves = np.stack([self._draw_opening(int(seed)) for seed in seeds]) if len(seeds) else np.zeros((0, 0), np.int64)
+        for number in range(self._opening_moves):
+            going_on = moves[:, number] >= 0
+            ours, column = matches[going_on], moves[going_on, number]
+            player = np.full(len(ours), number % PLAYERS)
+            self._place(ours, player, self._heights[ours, column], column)
+            self._moves[ours] += 1
+        self._result.acting[matches] = np.arange(PLAYERS) == (self._moves[matches] % PLAYERS)[:, None]
+
+    def _draw_opening(self, seed: int) -> Ints:
+        """Columns of the opening moves, then -1."""
+        random = np.random.default_rng(seed)
+        columns = random.integers(COLUMNS, size=self._opening_moves)
+        columns[random.integers(self._opening_moves + 1) :] = -1
+        return columns
 
     def step(self, actions: Ints, playing: Bools) -> VectorMultiAgentStep:
         matches, result = np.flatnonzero(playing), self._result
