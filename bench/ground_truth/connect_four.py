@@ -100,7 +100,9 @@ def main() -> None:
             curves[seed] = curve_of(league)
             notes.append(f"Seed {seed}: {league.steps:,} environment steps, {league.cpu_s:.0f} s of one core.")
         file = read_example(EXAMPLE, 0)
-        write_report(args.name, "Connect Four: main player of a league", columns, rows, file=file, curves=curves, note=" ".join(notes))
+        write_report(
+            args.name, "Connect Four: main player of a league", columns, rows, file=file, curves=curves, note=" ".join(notes)
+        )
 
 
 if __name__ == "__main__":

@@ -43,6 +43,34 @@ def test_random_games_follow_the_rules_of_openspiel(egocentric: bool) -> None:
             result = env.reset(np.zeros(len(over), np.int64), over)
 
 
+def test_opening_moves_are_drawn_from_the_seed_of_a_match() -> None:
+    count, most = 200, 5
+    env = ConnectFourEnv(count, opening_moves=most)
+    seeds = np.arange(count)
+    first = env.reset(seeds, np.arange(count))
+    stones = first.observation[:, 0, :2].sum(axis=(2, 3)).astype(int)  # [N, player]
+    moves = stones.sum(axis=1)
+    assert set(moves.tolist()) == set(range(most + 1))
+    assert (stones[:, 0] - stones[:, 1] == moves % 2).all()
+    assert (first.acting == np.stack([moves % 2 == 0, moves % 2 == 1], axis=1)).all()
+    assert not first.terminated.any()
+    columns = first.observation[:, 0, :2].sum(axis=(0, 1, 2))
+    assert columns.min() > 0.6 * columns.mean()
+    below, above = first.observation[:, 0, 2, :-1], first.observation[:, 0, 2, 1:]
+    assert (below <= above).all(), "no stone above an empty square"
+
+    before = first.observation.copy()
+    again = env.reset(seeds[::-1], np.arange(count))
+    np.testing.assert_array_equal(again.observation, before[::-1])
+    assert not np.array_equal(again.observation, before)
+
+
+@pytest.mark.parametrize("moves", [-1, 7])
+def test_openings_in_which_a_match_could_end_are_refused(moves: int) -> None:
+    with pytest.raises(ConfigError, match="Use 0 to 6"):
+        ConnectFourEnv(1, opening_moves=moves)
+
+
 def test_a_full_board_without_four_in_a_row_is_a_draw() -> None:
     match = make_match("ludus/ConnectFour-v0")
     step, returns = match.reset(0), dict.fromkeys(match.agents, 0.0)

@@ -128,6 +128,17 @@ def test_self_play_with_workers_reports_results_and_repeats_bit_by_bit(tmp_path:
     assert_equal(once, train(tmp_path / "two", **settings)[0])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_learning_from_both_sides_of_a_match_against_itself_repeats_bit_by_bit(tmp_path: Path, workers: int) -> None:
+    settings: dict[str, Any] = {"num_workers": workers, "train_batch_size": 400, "minibatch_size": 100, "num_epochs": 2}
+    settings |= {"env": "ludus/ConnectFour-v0", "env_config": {"opening_moves": 4}, "self_play": {"opponents": "latest"}}
+    once, rows = train(tmp_path / "one", **settings)
+    assert rows[-1]["unrecorded_steps"] == 0, "both sides learn"
+    assert_equal(once, train(tmp_path / "two", **settings)[0])
+    with pytest.raises(AssertionError, match="Not equal"):
+        assert_equal(once, train(tmp_path / "other", seed=9, **settings)[0])
+
+
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [("PPO", {}), ("PPO", {"multiagent": {"count_steps_by": "agent_steps"}}), ("APPO", {"num_workers": 2, "sampling": "async"})],

@@ -16,7 +16,7 @@ from ludus.errors import ConfigError
 ENV_NAME: Final = "ludus/ConnectFour-v0"
 ROWS, COLUMNS, PLAYERS = 6, 7, 2
 MAX_OPENING_MOVES = ROWS
-"""No column is full after fewer moves, and no player has four stones in a row."""
+"""With more, a move could fall on a full column or end the match."""
 _EMPTY = 2
 """The plane of empty squares, after those of the players."""
 _HEIGHT = ROWS + 1  # bits of a column; the top one stays empty, so that no line of four crosses from one column to the next
@@ -76,10 +76,10 @@ class ConnectFourEnv(VectorMultiAgentEnv):
         return result
 
     def _open(self, matches: Ints, seeds: Ints) -> None:
-        moves = np.stack([self._draw_opening(int(seed)) for seed in seeds]) if len(seeds) else np.zeros((0, 0), np.int64)
+        moves = np.array([self._draw_opening(seed) for seed in seeds.tolist()], np.int64).reshape(len(seeds), self._opening_moves)
         for number in range(self._opening_moves):
-            going_on = moves[:, number] >= 0
-            ours, column = matches[going_on], moves[going_on, number]
+            opening = moves[:, number] >= 0
+            ours, column = matches[opening], moves[opening, number]
             player = np.full(len(ours), number % PLAYERS)
             self._place(ours, player, self._heights[ours, column], column)
             self._moves[ours] += 1

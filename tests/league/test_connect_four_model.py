@@ -1,0 +1,51 @@
+"""The network of the example league on Connect Four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ludus.envs.matches.connect_four import COLUMNS, ROWS, ConnectFourEnv
+from ludus.game_theory.connect_four import Position, winning_squares
+from ludus.league.runtime.league_file import check_players, read_league
+from ludus.models.custom import loader
+from ludus.testing import check_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples/leagues"
+
+
+@pytest.fixture(autouse=True)
+def _find_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_MODEL_PATH", str(EXAMPLES))
+
+
+def test_the_example_is_valid_and_its_model_can_be_trained(tmp_path: Path) -> None:
+    assert check_players(read_league(EXAMPLES / "connect_four.yaml"), tmp_path).keys() == {"main"}
+    check_model("connect_four", (ConnectFourEnv.single_observation_space, ConnectFourEnv.single_action_space))
+
+
+def test_the_model_finds_the_winning_squares_that_bitboards_find() -> None:
+    spaces = ConnectFourEnv.single_observation_space, ConnectFourEnv.single_action_space
+    model = loader.find_class("connect_four")(*spaces, COLUMNS, {}, "connect_four")
+    random, found = np.random.default_rng(0), 0
+    for _ in range(60):
+        position = Position()
+        while not position.lost and not position.full:
+            other = position.own ^ position.occupied
+            own_plane, other_plane = _plane(position.own), _plane(other)
+            empty = 1.0 - own_plane - other_plane
+            squares = model.winning_squares(model.open_lines(own_plane, other_plane), empty)
+            expected = _plane(winning_squares(position.own, position.occupied))
+            assert torch.equal(squares, expected)
+            found += int(expected.sum())
+            position = position.play(int(random.choice(position.legal_actions())))
+    assert found > 100
+
+
+def _plane(stones: int) -> torch.Tensor:
+    """[1, 42] of a bitboard, the lowest row first."""
+    bits = [stones >> ((ROWS + 1) * column + row) & 1 for row in range(ROWS) for column in range(COLUMNS)]
+    return torch.tensor([bits], dtype=torch.float32)
