@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.ground_truth.leagues import MAIN, FinishedLeague, read_example, run_example
+from bench.ground_truth.leagues import MAIN, FinishedLeague, Sections, read_example, run_example
 from bench.ground_truth.report import write_report
 from ludus.core.statistics import wilson_interval
 from ludus.envs.matches.connect_four import ConnectFourEnv
@@ -89,20 +89,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--matches", type=int, default=400)
     parser.add_argument("--steps", type=int, help="in place of those of the example")
-    parser.add_argument("--name", default="connect-four", help="of the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
     columns = ("seed", "opponent", "main player", "actions", "matches", "won, % [95 %]", "lost, %")
+    changes: Sections = {} if args.steps is None else {"stop": {"timesteps": args.steps}}
+    title, file = "Connect Four: main player of a league", read_example(EXAMPLE, 0, changes)
     rows, curves, notes = [], {}, []
     for seed in args.seeds:
-        with run_example(EXAMPLE, seed, {} if args.steps is None else {"stop": {"timesteps": args.steps}}, quiet=False) as league:
+        with run_example(EXAMPLE, seed, changes, quiet=False) as league:
             rows += [{"seed": seed} | row for row in evaluate(league.policy(MAIN), args.matches, seed)]
             curves[seed] = curve_of(league)
             notes.append(f"Seed {seed}: {league.steps:,} environment steps, {league.cpu_s:.0f} s of one core.")
-        file = read_example(EXAMPLE, 0)
-        write_report(
-            args.name, "Connect Four: main player of a league", columns, rows, file=file, curves=curves, note=" ".join(notes)
-        )
+        write_report("connect-four", title, columns, rows, file=file, curves=curves, note=" ".join(notes))
 
 
 if __name__ == "__main__":

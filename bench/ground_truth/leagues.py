@@ -39,7 +39,8 @@ class FinishedLeague:
 
     def policy(self, player: str) -> Policy:
         found = contestant(self.directory / self.state.players[player].model)
-        assert isinstance(found, TrainedContestant) and isinstance(found.policy, Policy)
+        assert isinstance(found, TrainedContestant)
+        assert isinstance(found.policy, Policy)
         return found.policy
 
     def snapshots(self) -> list[str]:
