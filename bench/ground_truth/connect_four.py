@@ -25,7 +25,7 @@ from ludus.game_theory.connect_four import MinimaxPlayer, Position
 from ludus.models.policy import Policy
 
 EXAMPLE = "connect_four"
-CURVE_POINTS = 5
+CURVE_POINTS = 12
 CURVE_MATCHES = 50
 
 Opponent = Callable[[Position], int]

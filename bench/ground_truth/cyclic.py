@@ -80,6 +80,10 @@ def main() -> None:
             leagues.append({"seed": seed} | measure_league(league))
         with run_example(EXAMPLE, seed, naive_changes(leagues[-1]["steps"])) as league:
             naive.append({"seed": seed} | measure_naive(league))
+        write(leagues, naive)
+
+
+def write(leagues: list[dict[str, Any]], naive: list[dict[str, Any]]) -> None:
     rows = []
     for name, runs in (("league (PSRO)", leagues), ("naive self-play", naive)):
         found = [run["distance"] for run in runs]

@@ -39,11 +39,10 @@ class CustomModel(nn.Module):
         super().__init__()
         lines = lines_of_four()
         self.register_buffer("lines", lines, persistent=False)
-        inputs = 2 * lines.shape[1] + 4 * ROWS * COLUMNS + 6 * COLUMNS
+        inputs = 2 * lines.shape[1] + 4 * ROWS * COLUMNS + 4 * COLUMNS
         self.body = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden // 2), nn.ReLU())
         self.head = nn.Linear(hidden // 2, num_outputs)
-        self.context = nn.Linear(hidden // 2, 32)
-        self.column_head = nn.Sequential(nn.Linear(32 + 6 + ROWS, 64), nn.ReLU(), nn.Linear(64, 1))  # the same for all columns
+        self.column_head = nn.Linear(4 + ROWS, 1)  # the same for all columns
         self.value = nn.Linear(hidden // 2, 1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,12 +53,9 @@ class CustomModel(nn.Module):
         landing = board * (1.0 - nn.functional.pad(board, (0, 0, 1, 0))[:, :-1])  # the square on which a stone comes to rest
         above = nn.functional.pad(landing, (0, 0, 1, 0))[:, :-1]
         wins = [squares.unflatten(1, (ROWS, COLUMNS)) for squares in (own_wins, other_wins)]
-        twos = [self.squares_in_twos(found).unflatten(1, (ROWS, COLUMNS)) for found in (own_lines, other_lines)]
-        places = [landing * squares for squares in (*wins, *twos)] + [above * squares for squares in wins]
-        moves = torch.stack([place.sum(1) for place in places], 1)  # [B, 6, 7]: what a stone in each column does
-        features = self.body(torch.cat([own_lines, other_lines, own, other, own_wins, other_wins, moves.flatten(1)], 1))
-        context = self.context(features).unsqueeze(1).expand(-1, COLUMNS, -1)
-        columns = torch.cat([context, moves.transpose(1, 2), landing.transpose(1, 2)], 2)  # [B, 7, …]
+        threats = torch.stack([(place * squares).sum(1) for place in (landing, above) for squares in wins], 1)  # [B, 4, 7]
+        features = self.body(torch.cat([own_lines, other_lines, own, other, own_wins, other_wins, threats.flatten(1)], 1))
+        columns = torch.cat([threats, landing], 1).transpose(1, 2)  # [B, 7, 10]
         return self.head(features) + self.column_head(columns).squeeze(2), self.value(features)
 
     def open_lines(self, own: Tensor, other: Tensor) -> Tensor:
@@ -70,7 +66,3 @@ class CustomModel(nn.Module):
         """[B, 42]: 1 for empty squares that complete a line."""
         threes = torch.relu(open_lines - (FOUR - 2))
         return (threes @ self.lines.T).clamp(max=1.0) * empty
-
-    def squares_in_twos(self, open_lines: Tensor) -> Tensor:
-        """[B, 42]: number of lines with two stones to which each square belongs."""
-        return torch.relu(1.0 - (open_lines - 2.0).abs()) @ self.lines.T
