@@ -74,6 +74,8 @@ def run_example(name: str, seed: int, changes: Sections | None = None, *, quiet:
         began = _cpu_s()
         say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))
         result = run_league(config, directory, file.read_bytes(), check_players(config, directory), say)
+        if result.stopped_by.startswith("interrupted"):
+            raise SystemExit(f"{name}, seed {seed}: {result.stopped_by}. A league that has not reached its end is not measured.")
         yield FinishedLeague(directory, result.state, round(_cpu_s() - began, 1))
 
 

@@ -34,9 +34,9 @@ LEAGUE, NAIVE, CONSTANT = "league", "naive self-play", "naive self-play, constan
 KINDS: dict[str, Sections] = {LEAGUE: {}, NAIVE: SELF_PLAY, CONSTANT: {**SELF_PLAY, "config": {"entropy_coeff": 0.01}}}
 """Changes of the example's file."""
 NOTE = (
-    "The population draws one snapshot of the second half of the training for every match; the other rows play the last version. The "
-    "first naive self-play differs from the league in its opponents alone. The entropy schedule was chosen by exact exploitability on "
-    "seed 1 of an earlier search; the constant bonus was not tuned."
+    "A population draws one snapshot of the second half of the training for every match. The first naive self-play differs from the "
+    "league in its opponents alone: compare its population with the league's for their effect. The entropy schedule was chosen from eight "
+    "configurations by exact exploitability on seed 1; the constant bonus was not tuned."
 )
 
 
@@ -106,10 +106,12 @@ def write(runs: dict[str, list[dict[str, Any]]]) -> None:
     ]
     median = {row["product"]: row["median"] for row in rows}
     ratios = {name: median[name] / rows[0]["median"] for name in (NAIVE, CONSTANT) if name in median}
-    shown = "; ".join(f"{name} is {ratio:.1f} times as exploitable as the league's population" for name, ratio in ratios.items())
+    shown = [
+        f"{name.capitalize()} is {ratio:.1f} times as exploitable as the league's population." for name, ratio in ratios.items()
+    ]
     write_report(
         "leduc", "Exploitability on Leduc poker", ("product", "median", "seeds"), rows, files=files(), runs=runs, ratios=ratios,
-        note=f"{runs[LEAGUE][0]['steps']:,} environment steps each. {shown}. {NOTE}".replace("..", "."),
+        note=" ".join([f"{runs[LEAGUE][0]['steps']:,} environment steps each.", *shown, NOTE]),
     )  # fmt: skip
 
 
