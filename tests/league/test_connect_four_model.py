@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_the_example_is_valid_and_its_model_can_be_trained(tmp_path: Path) -> No
 
 def test_the_model_finds_the_winning_squares_that_bitboards_find() -> None:
     spaces = ConnectFourEnv.single_observation_space, ConnectFourEnv.single_action_space
-    model = loader.find_class("connect_four")(*spaces, COLUMNS, {}, "connect_four")
+    model: Any = loader.find_class("connect_four")(*spaces, COLUMNS, {}, "connect_four")
     random, found = np.random.default_rng(0), 0
     for _ in range(60):
         position = Position()
