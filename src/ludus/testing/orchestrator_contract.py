@@ -182,7 +182,7 @@ class OrchestratorContract:
         worker = Role("worker", ("sh", "-c", BEATING, str(beat)), restart="on-failure")
         job_id = orchestrator.submit(job(main(saves), worker))
         until(lambda: beat.exists() and (shared / "ready").exists())
-        assert orchestrator.status(job_id).state == "running"
+        until(lambda: orchestrator.status(job_id).state == "running")  # a backend may learn it after the processes have begun
         self.again(orchestrator).cancel(job_id)
         status = wait_until_ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("cancelled", 130)

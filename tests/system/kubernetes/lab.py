@@ -19,8 +19,9 @@ from ludus.errors import LudusError
 from ludus.experiments.runs import checkpoint
 from ludus.storage.base import open_store
 from tests import s3
-from tests.system.kubernetes.images import REDIS
-from tests.system.kubernetes.product_image import IMAGE
+from tests.redis_server import require_redis
+from tests.system.kubernetes.images import REDIS, write_redis_image
+from tests.system.kubernetes.product_image import IMAGE, write_product_image
 from tests.system.kubernetes_rig import KubernetesRig
 from tests.waiting import wait_until
 
@@ -158,3 +159,13 @@ def kubernetes_lab(rig: KubernetesRig, home: Path) -> Iterator[KubernetesLab]:
     finally:
         rig.kubectl("delete", "namespace", lab.namespace, "--wait=false")
         wait_until(lambda: not rig.pod_processes(), GONE_S, what=rig.pod_processes, poll_s=0.5)
+
+
+def load_images(rig: KubernetesRig) -> None:
+    """Load the image of Ludus, with the sources of this checkout, and that of Redis into the nodes."""
+    archive = rig.base / "image.tar"
+    write_redis_image(archive, rig.programs.path("busybox"), Path(require_redis()))
+    rig.load_image(archive)
+    write_product_image(archive)
+    rig.load_image(archive)
+    archive.unlink()
