@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import UsageError
-from ludus.launch.cluster_file import ClusterConfig, open_backend, plan_command
+from ludus.launch.cluster_file import ClusterConfig, load_cluster_file, open_backend, plan_command
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.backend import KubernetesOrchestrator
@@ -303,6 +303,22 @@ def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.Monk
         open_backend(found, words).render(plan_command(found, words, {}).job)
     with pytest.raises(UsageError, match="outside of this directory"):
         open_backend(found, ["train", "-f", str(tmp_path / "experiment.yaml")])
+
+
+def test_the_catalogue_of_games_is_sent_to_the_gamecore_server(tmp_path: Path) -> None:
+    (tmp_path / "games").mkdir()
+    (tmp_path / "games" / "mine.yaml").write_text("games: {}\n")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        f"{{on: kubernetes, image: '{IMAGE}', storage: '{S3}', gamecore: true, gamecore_games: games/mine.yaml}}\n"
+    )
+    found, words = load_cluster_file(cluster), ["train", "gamecore"]
+    files = open_backend(found, words).render(plan_command(found, words, {}).job)
+    assert yaml.safe_load(files["configmap-train-gamecore-files.yaml"])["data"] == {"mine.yaml": "games: {}\n"}
+    server = yaml.safe_load(files["deployment-train-gamecore-gamecore.yaml"])["spec"]["template"]["spec"]
+    command = server["containers"][0]["command"]
+    assert command[command.index("--games") + 1] == "mine.yaml"
+    assert "files" in {volume["name"] for volume in server["volumes"]}
 
 
 @pytest.mark.parametrize(

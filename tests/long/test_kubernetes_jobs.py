@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import s3
 from tests.long.record import record
+from tests.system.kubernetes import cartpole_game
 from tests.system.kubernetes.lab import KubernetesLab, kubernetes_lab
 from tests.system.kubernetes_rig import KubernetesRig
 from tests.waiting import wait_until
@@ -56,6 +59,54 @@ def test_cartpole_is_solved_by_a_fleet_with_its_own_redis(lab: KubernetesLab) ->
     said = lab.ludus("submit", "-f", file, "--wait", "--", *words, timeout_s=LEARN_S)
     assert "target return reached" in said
     lab.wait_until_nothing_is_left()
+
+
+def test_cartpole_is_solved_by_games_of_a_gamecore_server(lab: KubernetesLab) -> None:
+    """Learner, actors and games in three pods. The games are processes of the server's pod, from a catalogue of the user."""
+    shutil.copy(cartpole_game.__file__, lab.home)
+    (lab.home / "games.yaml").write_text(yaml.safe_dump({"games": {"cartpole": CARTPOLE_GAME}}))
+    (lab.home / "cartpole.yaml").write_text(yaml.safe_dump({"cartpole": CARTPOLE_TRAINING}))
+    file = lab.cluster_file(
+        nodes=2,
+        gamecore=True,
+        gamecore_games="games.yaml",
+        copy=[Path(cartpole_game.__file__).name],
+        gamecore_memory="1Gi",
+        ttl_s=5,
+    )
+    said = lab.ludus("submit", "-f", file, "--wait", "--", "train", "-f", "cartpole.yaml", *SOLVED, timeout_s=LEARN_S)
+    assert "Ray: 2 nodes" in said
+    assert "target return reached" in said
+    lab.wait_until_nothing_is_left()
+
+
+CARTPOLE_GAME = {
+    "command": ["{python}", Path(cartpole_game.__file__).name],
+    "directory": ".",
+    "modes": ["1v1"],
+    "options": {"together": {"type": "integer", "minimum": 0, "maximum": 1, "default": 0}},
+}
+CARTPOLE_TRAINING = {
+    "env": "gamecore",
+    "run": "PPO",
+    "config": {
+        "num_workers": 2,
+        "num_envs_per_worker": 4,
+        "train_batch_size": 2048,
+        "sgd_minibatch_size": 256,
+        "num_sgd_iter": 10,
+        "lr": 0.001,
+        "evaluation_duration": 0,
+        "env_config": {
+            "game": "cartpole",
+            "mode": "1v1",
+            "opponent": "rule",
+            "together": 1,
+            "observation_space": {"type": "Box", "shape": [4], "low": -10, "high": 10},
+            "action_space": {"type": "Discrete", "n": 2},
+        },
+    },
+}
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------------

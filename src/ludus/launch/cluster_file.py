@@ -157,6 +157,7 @@ class KubernetesKeys(StrictModel):
     sessions: Annotated[int, Field(ge=0)] = 0
     gamecore: bool = False
     gamecore_image: str | None = None
+    gamecore_games: Path | None = Field(None, description="catalogue of the server, copied to the pods; default: the Arena")
     gamecore_cpus: Annotated[float, Field(gt=0)] | None = None
     gamecore_memory: str | None = None
     max_games: Annotated[int, Field(ge=1)] = GamecoreSettings.max_games
@@ -246,12 +247,13 @@ class ClusterConfig(KubernetesKeys, SshKeys, SlurmKeys, JobKeys):
                 self.gamecore_image or "",
                 self._pod_resources(self.gamecore_cpus or self.cpus, self.gamecore_memory or self.memory, gpus=0),
                 self.max_games,
+                self.gamecore_games.name if self.gamecore_games else "",
             ),
             monitoring=MonitoringSettings(self.pod_monitor, self.prometheus_rule, self.monitor_labels, self.monitor_interval),
             ttl_s=self.ttl_s,
             network_policy=self.network_policy,
             flavor=self.flavor,
-            files=read_job_files(self.copy_, words),
+            files=read_job_files((*self.copy_, *((self.gamecore_games,) if self.gamecore_games else ())), words),
         )
 
     def _pod_resources(self, cpus: float | None, memory: str | None, gpus: int | None = None) -> PodResources:
@@ -280,7 +282,9 @@ def load_cluster_file(path: Path) -> ClusterConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a mapping.", "Write lines of the form `key: value`, such as `on: slurm`.")
     config = _validate(data, str(path))
-    paths = {name: getattr(config, name) for name in ("iplist", "identity", "known_hosts", "storage_credentials")}
+    paths = {
+        name: getattr(config, name) for name in ("iplist", "identity", "known_hosts", "storage_credentials", "gamecore_games")
+    }
     resolved: dict[str, Any] = {name: _resolve_path(path, value) for name, value in paths.items() if value is not None}
     if config.copy_:
         resolved["copy_"] = tuple(_resolve_path(path, value) for value in config.copy_)

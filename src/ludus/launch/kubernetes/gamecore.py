@@ -13,7 +13,7 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.pod import GAMECORE_HOST_KEY, GAMECORE_PORT, SECRETS, RolePod
-from ludus.launch.kubernetes.settings import KubernetesSettings
+from ludus.launch.kubernetes.settings import GamecoreSettings, KubernetesSettings
 
 ROLE = "gamecore"
 
@@ -38,7 +38,7 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
     if not settings.gamecore.enabled:
         return found
     main = next(role for role in job.roles if role.name == job.main)
-    command = (pod.python_of(main), "-P", "-m", "ludus.cli.main", *server_command(settings.gamecore.max_games))
+    command = (pod.python_of(main), "-P", "-m", "ludus.cli.main", *server_command(settings.gamecore))
     role = Role(ROLE, command, environment=main.environment)
     # Without the variables of a client: the server's own games must not order matches from it.
     alone = replace(settings, gamecore=replace(settings.gamecore, enabled=False))
@@ -59,10 +59,20 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
     )
 
 
-def server_command(max_games: int) -> tuple[str, ...]:
+def server_command(gamecore: GamecoreSettings) -> tuple[str, ...]:
     """Return the arguments of `ludus` that start the server in a pod."""
+    catalogue = ("--games", gamecore.games) if gamecore.games else ()
     listen = ("--host", "0.0.0.0", "--port", str(GAMECORE_PORT))  # noqa: S104 # the network policy admits the job's own pods only
-    return ("gamecore", "serve", *listen, "--max-games", str(max_games), "--token-file", f"{SECRETS}/{objects.GAMECORE_TOKEN}")
+    return (
+        "gamecore",
+        "serve",
+        *listen,
+        "--max-games",
+        str(gamecore.max_games),
+        *catalogue,
+        "--token-file",
+        f"{SECRETS}/{objects.GAMECORE_TOKEN}",
+    )
 
 
 def _server_pod(role: Role, settings: KubernetesSettings, alone: KubernetesSettings) -> RolePod:

@@ -144,12 +144,16 @@ class ScaleSettings:
 
 @dataclass(frozen=True)
 class GamecoreSettings:
-    """A gamecore server beside the training. `image`: "": that of the job. `resources`: of the server with all its games."""
+    """A gamecore server beside the training. `image`: "": that of the job. `resources`: of the server with all its games.
+
+    `games`: its catalogue, one of the files of the job; "": the Arena.
+    """
 
     enabled: bool = False
     image: str = ""
     resources: PodResources | None = None
     max_games: int = 200
+    games: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,333 @@
+"""Jobs on a real Kubernetes of this machine (two nodes): what a pod costs, what a drained node loses, and what jobs leave behind.
+
+    python -m bench.kubernetes --start        from `ludus submit` to the first training step; and `ludus train` as a bare process
+    python -m bench.kubernetes --drain        from the eviction of a training to its checkpoint, and to its first step on the other node
+    python -m bench.kubernetes --leftovers    objects and processes after eight ways of ending
+    … --rounds 3                              --smoke: one round of each, to see that it works
+
+The cluster is that of `tests/system/kubernetes_rig.py`; it needs root, and is built the first time (6 to 30 minutes). LUDUS_TESTS_IMAGE
+names the docker-archive file of an image of Ludus; the sources of this checkout are added to it. Whole measurements are kept with date
+and commit in `bench/results/kubernetes.md`, others (--smoke) in `bench/.build/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from bench.train import Row
+from bench.transport import keep
+from tests.system.kubernetes.lab import LUDUS, KubernetesLab, kubernetes_lab, load_images
+from tests.system.kubernetes_rig import KubernetesRig, kubernetes_rig
+from tests.waiting import wait_until
+
+POD, BARE = "ludus submit --on kubernetes", "ludus train"
+FREQ = 10
+"""Updates between two checkpoints."""
+
+WITHIN_S = 300.0
+TTL_S = 5
+TRAIN = ("train", "CartPole-v1", "--checkpoint-freq", str(FREQ), "--set", "evaluation_duration=0", "--quiet")
+ENDLESS = (*TRAIN, "--stop", "timesteps=1000000000")
+
+
+def measured(what: str, row: Row, work: Callable[[], Row]) -> Row:
+    row = {"what": what, **row, "load": round(os.getloadavg()[0], 1)}
+    try:
+        row |= work()
+    except (AssertionError, subprocess.SubprocessError, OSError) as error:
+        row |= {"error": f"{type(error).__name__}: {error}"[:1500]}
+    print(
+        " ".join(f"{key}={value if not isinstance(value, float) else round(value, 2)}" for key, value in row.items()), flush=True
+    )
+    return row
+
+
+@contextlib.contextmanager
+def new_lab(rig: KubernetesRig) -> Iterator[KubernetesLab]:
+    with tempfile.TemporaryDirectory(prefix="b", dir="/var/tmp") as home, kubernetes_lab(rig, Path(home)) as lab:
+        yield lab
+
+
+def until(what: str, condition: Callable[[], object]) -> float:
+    """Seconds until then."""
+    began = time.monotonic()
+    wait_until(condition, WITHIN_S, what=what, poll_s=0.02)
+    return time.monotonic() - began
+
+
+# -- the first training step ------------------------------------------------------------------------------------------------
+
+
+def start(rig: KubernetesRig, rounds: int) -> list[Row]:
+    """Interleaved; a first one of each is not counted."""
+    rows = []
+    for number in range(-1, rounds):
+        for way, work in ((POD, _start_pod), (BARE, _start_bare)):
+            row = measured("start", {"way": way, "round": number}, lambda work=work: work(rig))  # type: ignore[misc]
+            rows += [row] if number >= 0 else []
+    return rows
+
+
+def _start_pod(rig: KubernetesRig) -> Row:
+    with new_lab(rig) as lab:
+        runs, file = lab.runs, lab.cluster_file(cpus=2)
+        began = time.monotonic()
+        job_id = lab.submit(file, *ENDLESS)
+        submitted_s = time.monotonic() - began
+        until("the first training step", lambda: first_report(runs))
+        first_step_s = time.monotonic() - began
+        lab.ludus("jobs", "cancel", job_id, "--wait")
+        return {"submitted_s": submitted_s, "first_step_s": first_step_s}
+
+
+def _start_bare(rig: KubernetesRig) -> Row:
+    with tempfile.TemporaryDirectory(prefix="b", dir="/var/tmp") as home:
+        began = time.monotonic()
+        environment = {**os.environ, "LUDUS_STATE_DIR": f"{home}/state"}
+        with subprocess.Popen([*LUDUS, *ENDLESS, "--local-dir", f"{home}/runs"], env=environment, cwd=home) as process:
+            try:
+                until("the first training step", lambda: first_report(Path(home, "runs")))
+                first_step_s = time.monotonic() - began
+            finally:
+                process.send_signal(signal.SIGTERM)
+        return {"first_step_s": first_step_s}
+
+
+def first_report(runs: Path) -> bool:
+    """Whether the metrics of a run in this directory have a row: the first update has been made."""
+    return any(b"\n" in path.read_bytes() for path in runs.rglob("metrics.jsonl"))
+
+
+# -- a node is drained --------------------------------------------------------------------------------------------------------
+
+
+def drain(rig: KubernetesRig, rounds: int) -> list[Row]:
+    return [measured("drain", {"round": number}, lambda: _drain(rig)) for number in range(rounds)]
+
+
+def _drain(rig: KubernetesRig) -> Row:
+    with new_lab(rig) as lab:
+        job_id = lab.submit(lab.cluster_file(), *ENDLESS)
+        until("some checkpoints", lambda: len(lab.rows()) > 3 * FREQ)
+        (pod,) = lab.pods(job_id)
+        node, name = pod["spec"]["nodeName"], pod["metadata"]["name"]
+        began = time.monotonic()
+        try:
+            rig.drain(node, timeout_s=WITHIN_S)
+            ended_s = time.monotonic() - began
+            rows = lab.rows()
+            reached, saved = int(rows[-1]["timesteps"]), lab.checkpoint_steps()
+            until("a step on the other node", lambda: len(lab.rows()) > len(rows))
+            resumed_s = time.monotonic() - began
+            (pod,) = lab.pods(job_id)
+            assert pod["metadata"]["name"] != name
+            assert pod["spec"]["nodeName"] != node
+        finally:
+            rig.uncordon(node)
+        lab.ludus("jobs", "cancel", job_id, "--wait")
+        interval = FREQ * int(rows[1]["timesteps"] - rows[0]["timesteps"])
+        return {"ended_s": ended_s, "resumed_s": resumed_s, "lost_timesteps": max(0, reached - saved), "interval": interval}
+
+
+# -- what is left -------------------------------------------------------------------------------------------------------------
+
+
+def leftovers(rig: KubernetesRig, rounds: int) -> list[Row]:
+    return [
+        measured("leftovers", {"way": name, "round": number}, lambda work=work: _leave(rig, work))  # type: ignore[misc]
+        for number in range(rounds)
+        for name, work in ENDS.items()
+    ]
+
+
+def _leave(rig: KubernetesRig, work: Callable[[KubernetesLab, Path], None]) -> Row:
+    with new_lab(rig) as lab:
+        work(lab, lab.cluster_file(nodes=2, ttl_s=TTL_S))
+        began = time.monotonic()
+        with contextlib.suppress(AssertionError):
+            lab.wait_until_nothing_is_left()
+        left = lab.left()
+        return {"gone_s": time.monotonic() - began, "left": len(left), "names": left[:10]}
+
+
+def _submit(lab: KubernetesLab, file: Path, *words: str) -> str:
+    return lab.submit(file, *(words or ENDLESS), "--num-workers", "2")
+
+
+def _first_step(lab: KubernetesLab) -> None:
+    until("the first training step", lambda: lab.rows())
+
+
+def _end_by_itself(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file, *TRAIN, "--stop", "iterations=20")
+    lab.ludus("jobs", "wait", job_id, timeout_s=WITHIN_S)
+
+
+def _fail(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file, "train", "NoSuchEnvironment-v1")
+    lab.ludus("jobs", "wait", job_id, code=2, timeout_s=WITHIN_S)
+
+
+def _cancel(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file)
+    _first_step(lab)
+    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
+
+
+def _cancel_now(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file)
+    _first_step(lab)
+    lab.ludus("jobs", "cancel", job_id, "--now", "--wait", timeout_s=WITHIN_S)
+
+
+def _cancel_early(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file)
+    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
+
+
+def _kill_launcher(lab: KubernetesLab, file: Path) -> None:
+    """Killed while it waits for the job, which goes on."""
+    with lab.start("submit", "-f", file, "--wait", "--", *ENDLESS, "--num-workers", "2", stdout=subprocess.DEVNULL) as launcher:
+        _first_step(lab)
+        launcher.kill()
+    rows = len(lab.rows())
+    until("further steps", lambda: len(lab.rows()) > rows)
+    (job_id,) = (name.removeprefix("job.batch/") for name in lab.rig.objects(lab.namespace) if name.startswith("job.batch/") and "-ray-" not in name)  # fmt: skip
+    lab.ludus("jobs", "cancel", job_id, "--on", "kubernetes", "--wait", timeout_s=WITHIN_S)
+
+
+def _delete_owner(lab: KubernetesLab, file: Path) -> None:
+    job_id = _submit(lab, file)
+    _first_step(lab)
+    lab.rig.kubectl("delete", "job", job_id, f"--namespace={lab.namespace}", "--wait=false")
+
+
+def _kill_pod(lab: KubernetesLab, file: Path) -> None:
+    """Killed without grace, replaced, then cancelled."""
+    job_id = _submit(lab, file)
+    _first_step(lab)
+    (pod,) = lab.pods(job_id, "main")
+    lab.rig.kubectl(
+        "delete", "pod", pod["metadata"]["name"], f"--namespace={lab.namespace}", "--grace-period=0", "--force", "--wait=false"
+    )
+    rows = len(lab.rows())
+    until("further steps", lambda: len(lab.rows()) > rows)
+    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
+
+
+ENDS: dict[str, Callable[[KubernetesLab, Path], None]] = {
+    "success": _end_by_itself,
+    "failure of the training": _fail,
+    "cancel": _cancel,
+    "cancel --now": _cancel_now,
+    "cancel while it starts": _cancel_early,
+    "kill -9 of the launcher, then cancel": _kill_launcher,
+    "kubectl delete of the main object": _delete_owner,
+    "loss of the main pod, then cancel": _kill_pod,
+}
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------------
+
+
+def _values(rows: Sequence[Row], key: str, **having: str) -> list[float]:
+    return [row[key] for row in rows if key in row and all(row.get(name) == value for name, value in having.items())]
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} [{min(values):.1f}–{max(values):.1f}]" if values else "–"
+
+
+def start_table(rows: Sequence[Row]) -> str:
+    lines = ["| | jobs | submit returns, s | first training step, s |", "|---|---:|---:|---:|"]
+    for way in (POD, BARE):
+        found = [_values(rows, key, way=way) for key in ("submitted_s", "first_step_s")]
+        lines.append(f"| {way} | {len(found[1])} | " + " | ".join(map(_range, found)) + " |")
+    pod, bare = (_values(rows, "first_step_s", way=way) for way in (POD, BARE))
+    if pod and bare:
+        more = statistics.median(pod) - statistics.median(bare)
+        lines += ["", f"The pod takes **{more:+.1f} s** (of medians); the target is at most +15 s."]
+    return "\n".join(lines)
+
+
+def drain_table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| drains | drain → checkpoint written and pod ended, s | drain → first step on the other node, s | timesteps lost, most | interval |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    found = [_values(rows, key) for key in ("ended_s", "resumed_s", "lost_timesteps", "interval")]
+    if found[0]:
+        counts = [f"{max(values):,.0f}" for values in found[2:]]
+        lines.append(f"| {len(found[0])} | {_range(found[0])} | {_range(found[1])} | {' | '.join(counts)} |")
+    return "\n".join([*lines, "", "Targets: a checkpoint within 10 s, at most one interval between checkpoints lost."])
+
+
+def leftovers_table(rows: Sequence[Row]) -> str:
+    lines = ["| after | jobs | end → all gone, s | objects and processes left |", "|---|---:|---:|---:|"]
+    for way in ENDS:
+        gone, left = _values(rows, "gone_s", way=way), _values(rows, "left", way=way)
+        lines.append(
+            f"| {way} | {len(gone)} | {_range(gone)} | {max(left, default=0):.0f} |" if gone else f"| {way} | 0 | – | – |"
+        )
+    return "\n".join(lines)
+
+
+PARTS: dict[str, tuple[Callable[[KubernetesRig, int], list[Row]], Callable[[Sequence[Row]], str], str]] = {
+    "start": (start, start_table, "From submit to the first training step"),
+    "drain": (drain, drain_table, "A node is drained"),
+    "leftovers": (leftovers, leftovers_table, "What is left"),
+}
+
+HOW = f"""\
+A real Kubernetes {{version}} on this machine: etcd, API server, controller manager, scheduler, and two nodes with kubelet, kube-proxy and
+containerd in network namespaces, all on the same two cores. The image is on the nodes. The training is CartPole by PPO with a
+checkpoint every {FREQ} updates; its run is on a volume that both nodes mount.
+
+The *first training step* is the moment at which the first row is in the run's metrics.jsonl: the first update has been made. The bare
+process is the same `ludus train` on this machine, with the Python of this checkout. Both alternate, and a first one of each is not
+counted. *Drain* is `kubectl drain` of the node with the training; it returns when the pod has ended, after its last checkpoint. For
+*what is left* the job has two pods joined by Ray, and finished jobs are deleted by Kubernetes after {TTL_S} s; counted are all objects
+in the namespace of the job but the volume of the runs, and all processes of pods. Median [least–most].
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (_, _, title) in PARTS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=title)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="one round, kept elsewhere")
+    args = parser.parse_args(argv)
+    chosen = [name for name in PARTS if getattr(args, name)] or list(PARTS)
+    rounds = 1 if args.smoke else args.rounds
+    rows: list[Row] = []
+    body = []
+    with kubernetes_rig(nodes=2) as rig:
+        load_images(rig)
+        for name in chosen:
+            work, table, title = PARTS[name]
+            found = work(rig, rounds)
+            body.append(f"## {title}\n\n{table(found)}")
+            rows += found
+        version = rig.programs.version
+    errors = [
+        f"- {row['what']}, {row.get('way', '')}, round {row['round']}: {row['error'][:300]}" for row in rows if "error" in row
+    ]
+    if errors:
+        body.append("## What did not work\n\n" + "\n".join(errors))
+    keep("kubernetes", rounds >= 3 and chosen == list(PARTS), rows, "\n\n".join(body), HOW.format(version=version))
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
