@@ -234,6 +234,21 @@ def test_when_main_has_ended_the_next_client_ends_the_others(api: ApiServer) -> 
     assert (status.state, status.exit_code, status.of("worker")[0].exit_code) == ("succeeded", 0, 143)
 
 
+def test_a_job_that_kubernetes_deletes_after_its_end_keeps_its_exit_code(api: ApiServer) -> None:
+    """A short TTL may expire while its other pods are still ending."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    main = api.start_pod(job_id)["metadata"]["name"]
+    api.start_pod(f"{job_id}-worker-0")
+    api.end_pod(main, 3)
+    assert orchestrator.status(job_id).state == "running"
+    orchestrator.client.delete("Job", job_id)
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code, {process.state for process in status.processes}) == ("failed", 3, {"ended"})
+    with pytest.raises(UnknownName):
+        KubernetesOrchestrator().status(job_id)
+
+
 def test_a_failed_main_role_is_not_started_again_by_a_server_without_failure_policies(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(SETTINGS)
     job_id = orchestrator.submit(trial())

@@ -38,6 +38,7 @@ from ludus.launch.kubernetes.status import (
     JobRecord,
     JobSnapshot,
     container_state,
+    final_status,
     has_ended,
     job_status,
     main_end,
@@ -73,6 +74,7 @@ class KubernetesOrchestrator:
         self.settings = settings or KubernetesSettings()
         self._client = KubernetesClient(self.settings.context, self.settings.namespace)
         self._ended: dict[str, float] = {}
+        self._final: dict[str, JobStatus] = {}
         self._version: tuple[int, int] | None = None
 
     # -- the protocol
@@ -100,7 +102,13 @@ class KubernetesOrchestrator:
         return identity
 
     def status(self, job_id: str) -> JobStatus:
-        return self._settle(self._snapshot(job_id))
+        """Return the status. A job that was deleted after its end, for example by its TTL, keeps the one that this object has seen."""
+        try:
+            return self._settle(self._snapshot(job_id))
+        except UnknownName:
+            if job_id not in self._final:
+                raise
+            return self._final[job_id]
 
     def logs(self, job_id: str, *, role: str | None = None, follow: bool = False) -> Iterator[str]:
         record = JobRecord.from_owner(self._owner(job_id))
@@ -144,6 +152,7 @@ class KubernetesOrchestrator:
         if not self._settle(snapshot).over:
             raise UsageError(f"The job {job_id} is not over.", f"Cancel it first: ludus jobs cancel {job_id}")
         self._client.delete(snapshot.owner["kind"], job_id)
+        self._final.pop(job_id, None)
 
     @property
     def client(self) -> KubernetesClient:
@@ -236,7 +245,10 @@ class KubernetesOrchestrator:
         now = time.time()
         status = job_status(snapshot, self._client.namespace, now)
         record = JobRecord.from_owner(snapshot.owner)
-        if main_end(snapshot, record, now) is not None and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
+        end = main_end(snapshot, record, now)
+        if end is not None:
+            self._final[snapshot.id] = final_status(status, end)
+        if end is not None and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
             self._ended[snapshot.id] = now
             self._finish_owner(snapshot)
             self._stop_others(snapshot, 0)

@@ -120,12 +120,19 @@ def job_status(snapshot: JobSnapshot, namespace: str, now: float) -> JobStatus:
     end = main_end(snapshot, record, now)
     if end is None:
         return _unfinished(status, snapshot, record)
-    state, code, reason = end
+    *_, reason = end
     active = sorted({process.name for process in processes if process.state != "ended"})
     if active:
         why = f"{reason}; " if reason else ""
         return replace(status, state="running", reason=f"{why}waiting for the end of {_some(active)}")
-    return replace(status, state=state, exit_code=code, reason=reason)
+    return final_status(status, end)
+
+
+def final_status(status: JobStatus, end: tuple[JobState, int, str]) -> JobStatus:
+    """Return the status of a job whose main role has ended so, when all its other pods are gone."""
+    state, code, reason = end
+    processes = tuple(replace(process, state="ended") for process in status.processes)
+    return replace(status, state=state, exit_code=code, reason=reason, processes=processes)
 
 
 def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobState, int, str] | None:
