@@ -2,12 +2,12 @@
 
     python -m bench.kubernetes --start        from `ludus submit` to the first training step; and `ludus train` as a bare process
     python -m bench.kubernetes --drain        from the eviction of a training to its checkpoint, and to its first step on the other node
-    python -m bench.kubernetes --leftovers    objects and processes after eight ways of ending
+    python -m bench.kubernetes --leftovers    objects, processes and volumes after each way in which a job ends
     … --rounds 3                              --smoke: one round of each, to see that it works
 
 The cluster is that of `tests/system/kubernetes_rig.py`; it needs root, and is built the first time (6 to 30 minutes). LUDUS_TESTS_IMAGE
 names the docker-archive file of an image of Ludus; the sources of this checkout are added to it. Whole measurements are kept with date
-and commit in `bench/results/kubernetes.md`, others (--smoke) in `bench/.build/`.
+and commit in `bench/results/kubernetes-*`, others (--smoke) in `bench/.build/`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from bench.train import Row
 from bench.transport import keep
+from tests.system.kubernetes.endings import ENDINGS, TTL_S
 from tests.system.kubernetes.lab import LUDUS, KubernetesLab, kubernetes_lab, load_images
 from tests.system.kubernetes_rig import KubernetesRig, kubernetes_rig
 from tests.waiting import wait_until
@@ -35,7 +36,6 @@ FREQ = 10
 """Updates between two checkpoints."""
 
 WITHIN_S = 300.0
-TTL_S = 5
 TRAIN = ("train", "CartPole-v1", "--checkpoint-freq", str(FREQ), "--set", "evaluation_duration=0", "--quiet")
 ENDLESS = (*TRAIN, "--stop", "timesteps=1000000000")
 
@@ -121,10 +121,11 @@ def _drain(rig: KubernetesRig) -> Row:
         until("some checkpoints", lambda: len(lab.rows()) > 3 * FREQ)
         (pod,) = lab.pods(job_id)
         node, name = pod["spec"]["nodeName"], pod["metadata"]["name"]
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         try:
             rig.drain(node, timeout_s=WITHIN_S)
             ended_s = time.monotonic() - began
+            saved_s = last_checkpoint_at(lab) - began_at
             rows = lab.rows()
             reached, saved = int(rows[-1]["timesteps"]), lab.checkpoint_steps()
             until("a step on the other node", lambda: len(lab.rows()) > len(rows))
@@ -136,105 +137,42 @@ def _drain(rig: KubernetesRig) -> Row:
             rig.uncordon(node)
         lab.ludus("jobs", "cancel", job_id, "--wait")
         interval = FREQ * int(rows[1]["timesteps"] - rows[0]["timesteps"])
-        return {"ended_s": ended_s, "resumed_s": resumed_s, "lost_timesteps": max(0, reached - saved), "interval": interval}
+        return {
+            "saved_s": saved_s,
+            "ended_s": ended_s,
+            "resumed_s": resumed_s,
+            "lost_timesteps": max(0, reached - saved),
+            "interval": interval,
+        }
+
+
+def last_checkpoint_at(lab: KubernetesLab) -> float:
+    """Time at which the newest checkpoint of the run was complete."""
+    run = lab.run()
+    assert run is not None
+    return max(path.stat().st_mtime for path in (run / "checkpoints").rglob("*") if path.is_file())
 
 
 # -- what is left -------------------------------------------------------------------------------------------------------------
 
 
 def leftovers(rig: KubernetesRig, rounds: int) -> list[Row]:
+    """One job for every three rounds: a count needs fewer than a time."""
     return [
-        measured("leftovers", {"way": name, "round": number}, lambda work=work: _leave(rig, work))  # type: ignore[misc]
-        for number in range(rounds)
-        for name, work in ENDS.items()
+        measured("leftovers", {"way": name, "round": number}, lambda end=end: _leave(rig, end))  # type: ignore[misc]
+        for number in range(max(1, rounds // 3))
+        for name, end in ENDINGS.items()
     ]
 
 
-def _leave(rig: KubernetesRig, work: Callable[[KubernetesLab, Path], None]) -> Row:
+def _leave(rig: KubernetesRig, end: Callable[[KubernetesLab], None]) -> Row:
     with new_lab(rig) as lab:
-        work(lab, lab.cluster_file(nodes=2, ttl_s=TTL_S))
+        end(lab)
         began = time.monotonic()
         with contextlib.suppress(AssertionError):
             lab.wait_until_nothing_is_left()
         left = lab.left()
         return {"gone_s": time.monotonic() - began, "left": len(left), "names": left[:10]}
-
-
-def _submit(lab: KubernetesLab, file: Path, *words: str) -> str:
-    return lab.submit(file, *(words or ENDLESS), "--num-workers", "2")
-
-
-def _first_step(lab: KubernetesLab) -> None:
-    until("the first training step", lambda: lab.rows())
-
-
-def _end_by_itself(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file, *TRAIN, "--stop", "iterations=20")
-    lab.ludus("jobs", "wait", job_id, timeout_s=WITHIN_S)
-
-
-def _fail(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file, "train", "NoSuchEnvironment-v1")
-    lab.ludus("jobs", "wait", job_id, code=2, timeout_s=WITHIN_S)
-
-
-def _cancel(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file)
-    _first_step(lab)
-    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
-
-
-def _cancel_now(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file)
-    _first_step(lab)
-    lab.ludus("jobs", "cancel", job_id, "--now", "--wait", timeout_s=WITHIN_S)
-
-
-def _cancel_early(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file)
-    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
-
-
-def _kill_launcher(lab: KubernetesLab, file: Path) -> None:
-    """Killed while it waits for the job, which goes on."""
-    with lab.start("submit", "-f", file, "--wait", "--", *ENDLESS, "--num-workers", "2", stdout=subprocess.DEVNULL) as launcher:
-        _first_step(lab)
-        launcher.kill()
-    rows = len(lab.rows())
-    until("further steps", lambda: len(lab.rows()) > rows)
-    (job_id,) = (name.removeprefix("job.batch/") for name in lab.rig.objects(lab.namespace) if name.startswith("job.batch/") and "-ray-" not in name)  # fmt: skip
-    lab.ludus("jobs", "cancel", job_id, "--on", "kubernetes", "--wait", timeout_s=WITHIN_S)
-
-
-def _delete_owner(lab: KubernetesLab, file: Path) -> None:
-    job_id = _submit(lab, file)
-    _first_step(lab)
-    lab.rig.kubectl("delete", "job", job_id, f"--namespace={lab.namespace}", "--wait=false")
-
-
-def _kill_pod(lab: KubernetesLab, file: Path) -> None:
-    """Killed without grace, replaced, then cancelled."""
-    job_id = _submit(lab, file)
-    _first_step(lab)
-    (pod,) = lab.pods(job_id, "main")
-    lab.rig.kubectl(
-        "delete", "pod", pod["metadata"]["name"], f"--namespace={lab.namespace}", "--grace-period=0", "--force", "--wait=false"
-    )
-    rows = len(lab.rows())
-    until("further steps", lambda: len(lab.rows()) > rows)
-    lab.ludus("jobs", "cancel", job_id, "--wait", timeout_s=WITHIN_S)
-
-
-ENDS: dict[str, Callable[[KubernetesLab, Path], None]] = {
-    "success": _end_by_itself,
-    "failure of the training": _fail,
-    "cancel": _cancel,
-    "cancel --now": _cancel_now,
-    "cancel while it starts": _cancel_early,
-    "kill -9 of the launcher, then cancel": _kill_launcher,
-    "kubectl delete of the main object": _delete_owner,
-    "loss of the main pod, then cancel": _kill_pod,
-}
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------------
@@ -262,19 +200,19 @@ def start_table(rows: Sequence[Row]) -> str:
 
 def drain_table(rows: Sequence[Row]) -> str:
     lines = [
-        "| drains | drain → checkpoint written and pod ended, s | drain → first step on the other node, s | timesteps lost, most | interval |",
-        "|---:|---:|---:|---:|---:|",
+        "| drains | drain → checkpoint, s | drain → pod ended, s | drain → first step on the other node, s | timesteps lost, most | interval |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]
-    found = [_values(rows, key) for key in ("ended_s", "resumed_s", "lost_timesteps", "interval")]
+    found = [_values(rows, key) for key in ("saved_s", "ended_s", "resumed_s", "lost_timesteps", "interval")]
     if found[0]:
-        counts = [f"{max(values):,.0f}" for values in found[2:]]
-        lines.append(f"| {len(found[0])} | {_range(found[0])} | {_range(found[1])} | {' | '.join(counts)} |")
+        cells = [*map(_range, found[:3]), *(f"{max(values):,.0f}" for values in found[3:])]
+        lines.append(f"| {len(found[0])} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Targets: a checkpoint within 10 s, at most one interval between checkpoints lost."])
 
 
 def leftovers_table(rows: Sequence[Row]) -> str:
-    lines = ["| after | jobs | end → all gone, s | objects and processes left |", "|---|---:|---:|---:|"]
-    for way in ENDS:
+    lines = ["| after | jobs | end → all gone, s | objects, processes and volumes left |", "|---|---:|---:|---:|"]
+    for way in ENDINGS:
         gone, left = _values(rows, "gone_s", way=way), _values(rows, "left", way=way)
         lines.append(
             f"| {way} | {len(gone)} | {_range(gone)} | {max(left, default=0):.0f} |" if gone else f"| {way} | 0 | – | – |"
@@ -295,9 +233,10 @@ checkpoint every {FREQ} updates; its run is on a volume that both nodes mount.
 
 The *first training step* is the moment at which the first row is in the run's metrics.jsonl: the first update has been made. The bare
 process is the same `ludus train` on this machine, with the Python of this checkout. Both alternate, and a first one of each is not
-counted. *Drain* is `kubectl drain` of the node with the training; it returns when the pod has ended, after its last checkpoint. For
-*what is left* the job has two pods joined by Ray, and finished jobs are deleted by Kubernetes after {TTL_S} s; counted are all objects
-in the namespace of the job but the volume of the runs, and all processes of pods. Median [least–most].
+counted. *Drain* is `kubectl drain` of the node with the training; it returns when the pod has ended. The time of the checkpoint is that of
+its last file. For *what is left* the job is a fleet: a learner, a worker, and Redis with a volume. Kubernetes deletes it {TTL_S} s after its
+end. All objects in the namespace of the job and all volumes are counted, except those of the runs, and all processes of pods. The kubelet
+of this version removes the containers of a deleted pod up to 60 s later. Median [least–most].
 """
 
 
@@ -310,23 +249,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chosen = [name for name in PARTS if getattr(args, name)] or list(PARTS)
     rounds = 1 if args.smoke else args.rounds
-    rows: list[Row] = []
-    body = []
+    failed = 0
     with kubernetes_rig(nodes=2) as rig:
         load_images(rig)
         for name in chosen:
             work, table, title = PARTS[name]
-            found = work(rig, rounds)
-            body.append(f"## {title}\n\n{table(found)}")
-            rows += found
-        version = rig.programs.version
-    errors = [
-        f"- {row['what']}, {row.get('way', '')}, round {row['round']}: {row['error'][:300]}" for row in rows if "error" in row
-    ]
-    if errors:
-        body.append("## What did not work\n\n" + "\n".join(errors))
-    keep("kubernetes", rounds >= 3 and chosen == list(PARTS), rows, "\n\n".join(body), HOW.format(version=version))
-    return int(bool(errors))
+            rows = work(rig, rounds)
+            body = f"## {title}\n\n{table(rows)}"
+            errors = [f"- {row.get('way', name)}, round {row['round']}: {row['error'][:300]}" for row in rows if "error" in row]
+            if errors:
+                body += "\n\n## What did not work\n\n" + "\n".join(errors)
+            keep(f"kubernetes-{name}", rounds >= 3, rows, body, HOW.format(version=rig.programs.version))
+            failed += len(errors)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

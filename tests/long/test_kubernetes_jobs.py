@@ -12,6 +12,7 @@ import yaml
 from tests import s3
 from tests.long.record import record
 from tests.system.kubernetes import cartpole_game
+from tests.system.kubernetes.endings import ENDINGS
 from tests.system.kubernetes.lab import KubernetesLab, kubernetes_lab
 from tests.system.kubernetes_rig import KubernetesRig
 from tests.waiting import wait_until
@@ -151,7 +152,7 @@ def test_a_pod_that_is_killed_is_replaced_and_the_run_resumed(lab: KubernetesLab
     (pod,) = lab.pods(job_id)
     name = pod["metadata"]["name"]
     if how == "delete":
-        lab.rig.kubectl("delete", "pod", name, f"--namespace={lab.namespace}", "--grace-period=0", "--force")
+        lab.kill_pod(name)
     else:
         for process in lab.rig.pod_processes():
             process.kill()
@@ -176,3 +177,12 @@ def test_a_training_whose_node_loses_its_power_goes_on_on_the_other(lab: Kuberne
         lab.rig.power_on(node)
     lab.ludus("jobs", "cancel", job_id)
     lab.ludus("jobs", "wait", job_id, code=130)
+
+
+# -- endings ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ENDINGS)
+def test_nothing_is_left_after(lab: KubernetesLab, way: str) -> None:
+    ENDINGS[way](lab)
+    lab.wait_until_nothing_is_left()

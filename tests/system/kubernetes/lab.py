@@ -132,11 +132,25 @@ class KubernetesLab:
             if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
         ]
 
+    def job_ids(self) -> list[str]:
+        """Jobs of the namespace, from the objects that own all others."""
+        found = self.rig.get("jobs", f"--namespace={self.namespace}")["items"]
+        names = [(job["metadata"]["name"], job["metadata"]["labels"].get("ludus.dev/job")) for job in found]
+        return [name for name, job_id in names if name == job_id]
+
+    def kill_pod(self, name: str) -> None:
+        """Kill a pod without grace."""
+        self.rig.kubectl("delete", "pod", name, f"--namespace={self.namespace}", "--grace-period=0", "--force", "--wait=false")
+
     def left(self) -> list[str]:
-        """Objects of jobs in the namespace, and processes of pods. The volume of the runs is meant to stay."""
+        """Objects of jobs in the namespace, volumes and processes of pods. The volume of the runs is meant to stay."""
         kept = ("persistentvolumeclaim/runs", "persistentvolume/")
         objects = [name for name in self.rig.objects(self.namespace) if not name.startswith(kept)]
-        return [*objects, *map(str, self.rig.pod_processes())]
+        claims = [volume["spec"]["claimRef"] for volume in self.rig.get("persistentvolumes")["items"]]
+        volumes = [
+            f"volume of {claim['name']}" for claim in claims if claim["namespace"] == self.namespace and claim["name"] != "runs"
+        ]
+        return [*objects, *volumes, *map(str, self.rig.pod_processes())]
 
     def wait_until_nothing_is_left(self) -> None:
         wait_until(lambda: not self.left(), GONE_S, what=self.left, poll_s=0.5)
