@@ -5,8 +5,8 @@
     python -m bench.kubernetes --leftovers    objects, processes and volumes after each way in which a job ends
     … --rounds 3                              --smoke: one round of each, to see that it works
 
-The cluster is that of `tests/system/kubernetes_rig.py`; it needs root, and is built the first time (6 to 30 minutes). LUDUS_TESTS_IMAGE
-names the docker-archive file of an image of Ludus; the sources of this checkout are added to it. Whole measurements are kept with date
+The cluster is that of `tests/system/kubernetes_rig.py`; it needs root, and is built the first time (6 to 30 minutes), like the image `cpu`
+of Ludus. LUDUS_TESTS_IMAGE may name a docker-archive file of that image; the sources of this checkout are added to it. Whole measurements are kept with date
 and commit in `bench/results/kubernetes-*`, others (--smoke) in `bench/.build/`.
 """
 
@@ -122,8 +122,7 @@ def _drain(rig: KubernetesRig) -> Row:
         (pod,) = lab.pods(job_id)
         node, name = pod["spec"]["nodeName"], pod["metadata"]["name"]
         began, began_at = time.monotonic(), time.time()
-        try:
-            rig.drain(node, timeout_s=WITHIN_S)
+        with lab.drained(node):
             ended_s = time.monotonic() - began
             saved_s = last_checkpoint_at(lab) - began_at
             rows = lab.rows()
@@ -133,8 +132,6 @@ def _drain(rig: KubernetesRig) -> Row:
             (pod,) = lab.pods(job_id)
             assert pod["metadata"]["name"] != name
             assert pod["spec"]["nodeName"] != node
-        finally:
-            rig.uncordon(node)
         lab.ludus("jobs", "cancel", job_id, "--wait")
         interval = FREQ * int(rows[1]["timesteps"] - rows[0]["timesteps"])
         return {
@@ -233,8 +230,8 @@ checkpoint every {FREQ} updates; its run is on a volume that both nodes mount.
 
 The *first training step* is the moment at which the first row is in the run's metrics.jsonl: the first update has been made. The bare
 process is the same `ludus train` on this machine, with the Python of this checkout. Both alternate, and a first one of each is not
-counted. *Drain* is `kubectl drain` of the node with the training; it returns when the pod has ended. The time of the checkpoint is that of
-its last file. For *what is left* the job is a fleet: a learner, a worker, and Redis with a volume. Kubernetes deletes it {TTL_S} s after its
+counted. *Drain* is `kubectl drain` of the node with the training. The time of the checkpoint is that of its last file; the pod has ended when it has no
+process. For *what is left* the job is a fleet: a learner, a worker, and Redis with a volume. Kubernetes deletes it {TTL_S} s after its
 end. All objects in the namespace of the job and all volumes are counted, except those of the runs, and all processes of pods. The kubelet
 of this version removes the containers of a deleted pod up to 60 s later. Median [least–most].
 """

@@ -131,15 +131,12 @@ def test_a_drained_node_loses_no_step_and_the_training_goes_on_on_the_other(lab:
     wait_for_steps(lab, 20_000)
     (pod,) = lab.pods(job_id)
     node = pod["spec"]["nodeName"]
-    try:
-        lab.rig.drain(node, timeout_s=BUSY_S)  # returns when the pod has ended
+    with lab.drained(node):
         reached, saved = int(lab.rows()[-1]["timesteps"]), lab.checkpoint_steps()
         assert saved >= reached, "the last checkpoint was written after SIGTERM"
         wait_for_steps(lab, reached)
         (pod,) = lab.pods(job_id)
         assert pod["spec"]["nodeName"] != node
-    finally:
-        lab.rig.uncordon(node)
     lab.ludus("jobs", "cancel", job_id)
     lab.ludus("jobs", "wait", job_id, code=130)
     record("kubernetes-drain", reached=reached, saved=saved)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,22 @@ class KubernetesLab:
     def kill_pod(self, name: str) -> None:
         """Kill a pod without grace."""
         self.rig.kubectl("delete", "pod", name, f"--namespace={self.namespace}", "--grace-period=0", "--force", "--wait=false")
+
+    @contextlib.contextmanager
+    def drained(self, node: str) -> Iterator[None]:
+        """Drain the node on which the pods of this lab run. The block begins when their processes have ended, and other pods may already start.
+
+        The kubelet of this version takes up to a minute more to delete a pod, for which `kubectl drain` waits.
+        """
+        processes = self.rig.pod_processes()
+        with ThreadPoolExecutor(1) as pool:
+            drain = pool.submit(self.rig.drain, node, GONE_S)
+            try:
+                wait_until(lambda: not any(process.is_running() for process in processes), GONE_S, what="the end of the pods")
+                yield
+                drain.result()
+            finally:
+                self.rig.uncordon(node)
 
     def left(self) -> list[str]:
         """Objects of jobs in the namespace, volumes and processes of pods. The volume of the runs is meant to stay."""

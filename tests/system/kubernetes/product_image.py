@@ -1,4 +1,4 @@
-"""The image of Ludus for pods: a built one with the sources of this checkout, so that it need not be built for each change."""
+"""The image of Ludus for pods: a built one with the sources of this checkout as its last layer, so that a given one may be older."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import pytest
-
+from tests.system.containers import ContainerRig, default_directory
 from tests.system.kubernetes.images import add_layer
 
 IMAGE = "localhost/ludus:test"
 ARCHIVE = "LUDUS_TESTS_IMAGE"
-"""Environment variable: docker-archive file of the image `cpu`, as `podman save` writes it."""
+"""Environment variable: docker-archive file of the image `cpu`, as `podman save` writes it. Without it, the image is built."""
 
 _SOURCES = Path(__file__).parents[3] / "src" / "ludus"
 _PACKAGE = "opt/ludus/lib/python3.11/site-packages/ludus"
@@ -25,10 +24,7 @@ _OPAQUE = ".wh..wh..opq"
 
 
 def write_product_image(path: Path) -> None:
-    """Write the image `IMAGE` as a docker-archive file. Skips the test where there is none."""
-    archive = os.environ.get(ARCHIVE, "")
-    if not archive:
-        pytest.skip(f"{ARCHIVE} does not name the docker-archive file of an image: podman save --output cpu.tar IMAGE")
+    """Write the image `IMAGE` as a docker-archive file. Skips the test where it can be neither found nor built."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         package = Path(directory, "ludus")
         shutil.copytree(_SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -37,7 +33,14 @@ def write_product_image(path: Path) -> None:
         layer = Path(directory, "layer.tar")
         with tarfile.open(layer, "w") as tar:
             tar.add(package, _PACKAGE, filter=_readable)
-        add_layer(Path(archive), path, IMAGE, layer)
+        given = os.environ.get(ARCHIVE)
+        add_layer(Path(given) if given else _build_image(Path(directory, "cpu.tar")), path, IMAGE, layer)
+
+
+def _build_image(archive: Path) -> Path:
+    rig = ContainerRig(default_directory())
+    rig.export(rig.build("cpu"), archive)
+    return archive
 
 
 def _readable(member: tarfile.TarInfo) -> tarfile.TarInfo:
