@@ -153,10 +153,10 @@ def test_a_pod_that_is_killed_is_replaced_and_the_run_resumed(lab: KubernetesLab
     else:
         for process in lab.rig.pod_processes():
             process.kill()
-    reached = int(lab.rows()[-1]["timesteps"])
+    reached, saved = int(lab.rows()[-1]["timesteps"]), lab.checkpoint_steps()
+    assert reached - saved <= interval(lab)
     wait_until(lambda: [it for it in lab.pods(job_id) if it["metadata"]["name"] != name], BUSY_S)
     wait_for_steps(lab, reached)
-    assert reached - lab.checkpoint_steps() <= interval(lab)
     lab.ludus("jobs", "cancel", job_id)
     lab.ludus("jobs", "wait", job_id, code=130)
 
