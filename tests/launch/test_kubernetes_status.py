@@ -161,6 +161,16 @@ def test_a_deleted_pod_has_ended_with_its_containers() -> None:
     assert has_ended(pod, NOW)
 
 
+def test_a_deleted_pod_whose_container_the_kubelet_has_removed_has_ended() -> None:
+    """As Kubernetes 1.20 reports a pod that ran, for up to a minute, until it deletes the pod."""
+    pod = copy.deepcopy(snapshot("failed").pods[-1])
+    pod["metadata"]["deletionTimestamp"] = "2026-11-18T15:00:45Z"
+    pod["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ContainerCreating"}}
+    assert has_ended(pod, NOW)
+    pod["status"]["phase"] = "Pending"
+    assert not has_ended(pod, NOW)
+
+
 def test_a_cancelled_job_has_the_exit_code_of_its_training() -> None:
     found = with_owner(
         changed("succeeded", phase="Failed", reason="DeadlineExceeded", containerStatuses=ended(130)),

@@ -297,8 +297,9 @@ def has_ended(pod: Manifest, now: float) -> bool:
     if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:  # includes the grace period
         return True
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
-    if metadata.get("deletionTimestamp") and states:  # its volumes may take a while
-        return all("terminated" in state for state in states)
+    if metadata.get("deletionTimestamp") and states and all("terminated" in state for state in states):
+        return True  # its volumes may take a while
+    # Kubelets before 1.22 report a container that they have removed as `waiting`. A phase `Failed` is final.
     return status.get("phase") in ("Succeeded", "Failed") and all("running" not in state for state in states)
 
 
