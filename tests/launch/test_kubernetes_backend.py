@@ -114,14 +114,16 @@ def test_a_submission_that_fails_leaves_nothing(api: ApiServer, plural: str) -> 
 
 
 def test_a_submission_that_is_killed_ends_by_itself(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until everything exists, the owner has a deadline, after which Kubernetes ends it."""
+    """Until everything exists, the owner has a deadline, after which Kubernetes ends it. The job can be found and cancelled before."""
     orchestrator = KubernetesOrchestrator(SETTINGS)
     seen: list[Any] = []
     monkeypatch.setattr(
-        orchestrator, "_create_others", lambda *_: seen.append(api.all("jobs")[0]["spec"]["activeDeadlineSeconds"])
+        orchestrator,
+        "_create_others",
+        lambda *_: seen.append((api.all("jobs")[0]["spec"]["activeDeadlineSeconds"], remembered_places())),
     )
     job_id = orchestrator.submit(trial())
-    assert seen == [SUBMIT_S]
+    assert seen == [(SUBMIT_S, [(orchestrator.client.context, orchestrator.client.namespace)])]
     assert "activeDeadlineSeconds" not in api.objects["jobs", job_id]["spec"]
 
 

@@ -93,12 +93,14 @@ class KubernetesOrchestrator:
                 break
         else:
             raise UsageError(f"There is no free name for the job {job.name} in the namespace {self._client.namespace}.")
+        remember_place(
+            self._client.context, self._client.namespace
+        )  # now: the job can be cancelled even if this process is killed
         with contextlib.ExitStack() as undo:  # also for an interrupt: a half-created job would wait for the rest
             undo.callback(self._client.delete, owner["kind"], identity, grace_s=0)
             self._create_others(found, owner, values)
             self._start(found.owner, owner)
             undo.pop_all()
-        remember_place(self._client.context, self._client.namespace)
         return identity
 
     def status(self, job_id: str) -> JobStatus:
