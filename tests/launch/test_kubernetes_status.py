@@ -178,6 +178,10 @@ def test_a_cancelled_job_has_the_exit_code_of_its_training() -> None:
         {CANCELLED: "gracefully"},
     )
     assert (status_of(found).state, status_of(found).exit_code) == ("cancelled", 130)
+    (removed,) = ended(137, reason="ContainerStatusUnknown")
+    removed |= {"state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": removed["state"]}
+    unread = changed("succeeded", phase="Failed", containerStatuses=[removed])
+    assert status_of(with_owner(unread, [], {CANCELLED: "gracefully"})).exit_code == 130, "the kubelet does not know the code"
     killed = JobSnapshot(with_owner(found, [], {CANCELLED: "now"}).owner)
     assert (status_of(killed).state, status_of(killed).exit_code) == ("cancelled", 137)
 

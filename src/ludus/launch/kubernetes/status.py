@@ -143,7 +143,7 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
     if snapshot.cancelled:
         if alive:
             return None
-        known = None if newest is None else exit_code(newest)
+        known = None if newest is None or _is_unknown(newest) else exit_code(newest)
         return (
             "cancelled",
             known if known is not None else KILLED if snapshot.cancelled == NOW else INTERRUPTED,
@@ -305,15 +305,26 @@ def has_ended(pod: Manifest, now: float) -> bool:
 
 def exit_code(pod: Manifest) -> int | None:
     """Return the exit code of the command of the last container that ended; None if none did."""
+    ended = _termination(pod)
+    if ended is None:
+        return None
+    message = str(ended.get("message") or "")
+    if message.startswith(EXIT_CODE):
+        with contextlib.suppress(ValueError):
+            return int(message.removeprefix(EXIT_CODE).split()[0])
+    return int(ended.get("exitCode", 1))
+
+
+def _is_unknown(pod: Manifest) -> bool:
+    """Return whether the kubelet has removed the container before it read its exit code. It then reports 137."""
+    ended = _termination(pod)
+    return ended is not None and ended.get("reason") == "ContainerStatusUnknown"
+
+
+def _termination(pod: Manifest) -> Mapping[str, Any] | None:
+    """Return how the last container that ended did; None if none did."""
     status = _container_status(pod)
-    for state in (status.get("state") or {}, status.get("lastState") or {}):
-        if (ended := state.get("terminated")) is not None:
-            message = str(ended.get("message") or "")
-            if message.startswith(EXIT_CODE):
-                with contextlib.suppress(ValueError):
-                    return int(message.removeprefix(EXIT_CODE).split()[0])
-            return int(ended.get("exitCode", 1))
-    return None
+    return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated")
 
 
 def restart_count(pod: Manifest) -> int:
@@ -365,8 +376,7 @@ def _end_reason(pod: Manifest, role: str) -> str:
 
 def _ended_reason(pod: Manifest) -> str:
     """Return how the last container of a pod ended, with its last line of output."""
-    status = _container_status(pod)
-    ended = (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated")
+    ended = _termination(pod)
     if ended is None:
         return str((pod.get("status") or {}).get("message") or (pod.get("status") or {}).get("reason") or "it ended")
     if ended.get("reason") == "OOMKilled":
