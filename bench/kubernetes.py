@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from bench.launch import column, measured, median_range
 from bench.train import Row
 from bench.transport import keep
 from tests.system.kubernetes.endings import ENDINGS, TTL_S
@@ -38,18 +39,6 @@ FREQ = 10
 WITHIN_S = 300.0
 TRAIN = ("train", "CartPole-v1", "--checkpoint-freq", str(FREQ), "--set", "evaluation_duration=0", "--quiet")
 ENDLESS = (*TRAIN, "--stop", "timesteps=1000000000")
-
-
-def measured(what: str, row: Row, work: Callable[[], Row]) -> Row:
-    row = {"what": what, **row, "load": round(os.getloadavg()[0], 1)}
-    try:
-        row |= work()
-    except (AssertionError, subprocess.SubprocessError, OSError) as error:
-        row |= {"error": f"{type(error).__name__}: {error}"[:1500]}
-    print(
-        " ".join(f"{key}={value if not isinstance(value, float) else round(value, 2)}" for key, value in row.items()), flush=True
-    )
-    return row
 
 
 @contextlib.contextmanager
@@ -175,20 +164,12 @@ def _leave(rig: KubernetesRig, end: Callable[[KubernetesLab], None]) -> Row:
 # -- tables -------------------------------------------------------------------------------------------------------------------
 
 
-def _values(rows: Sequence[Row], key: str, **having: str) -> list[float]:
-    return [row[key] for row in rows if key in row and all(row.get(name) == value for name, value in having.items())]
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} [{min(values):.1f}–{max(values):.1f}]" if values else "–"
-
-
 def start_table(rows: Sequence[Row]) -> str:
     lines = ["| | jobs | submit returns, s | first training step, s |", "|---|---:|---:|---:|"]
     for way in (POD, BARE):
-        found = [_values(rows, key, way=way) for key in ("submitted_s", "first_step_s")]
-        lines.append(f"| {way} | {len(found[1])} | " + " | ".join(map(_range, found)) + " |")
-    pod, bare = (_values(rows, "first_step_s", way=way) for way in (POD, BARE))
+        found = [column(rows, key, way=way) for key in ("submitted_s", "first_step_s")]
+        lines.append(f"| {way} | {len(found[1])} | " + " | ".join(map(median_range, found)) + " |")
+    pod, bare = (column(rows, "first_step_s", way=way) for way in (POD, BARE))
     if pod and bare:
         more = statistics.median(pod) - statistics.median(bare)
         lines += ["", f"The pod takes **{more:+.1f} s** (of medians); the target is at most +15 s."]
@@ -200,9 +181,9 @@ def drain_table(rows: Sequence[Row]) -> str:
         "| drains | drain → checkpoint, s | drain → pod ended, s | drain → first step on the other node, s | timesteps lost, most | interval |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    found = [_values(rows, key) for key in ("saved_s", "ended_s", "resumed_s", "lost_timesteps", "interval")]
+    found = [column(rows, key) for key in ("saved_s", "ended_s", "resumed_s", "lost_timesteps", "interval")]
     if found[0]:
-        cells = [*map(_range, found[:3]), *(f"{max(values):,.0f}" for values in found[3:])]
+        cells = [*map(median_range, found[:3]), *(f"{max(values):,.0f}" for values in found[3:])]
         lines.append(f"| {len(found[0])} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Targets: a checkpoint within 10 s, at most one interval between checkpoints lost."])
 
@@ -210,9 +191,9 @@ def drain_table(rows: Sequence[Row]) -> str:
 def leftovers_table(rows: Sequence[Row]) -> str:
     lines = ["| after | jobs | end → all gone, s | objects, processes and volumes left |", "|---|---:|---:|---:|"]
     for way in ENDINGS:
-        gone, left = _values(rows, "gone_s", way=way), _values(rows, "left", way=way)
+        gone, left = column(rows, "gone_s", way=way), column(rows, "left", way=way)
         lines.append(
-            f"| {way} | {len(gone)} | {_range(gone)} | {max(left, default=0):.0f} |" if gone else f"| {way} | 0 | – | – |"
+            f"| {way} | {len(gone)} | {median_range(gone)} | {max(left, default=0):.0f} |" if gone else f"| {way} | 0 | – | – |"
         )
     return "\n".join(lines)
 
@@ -225,13 +206,14 @@ PARTS: dict[str, tuple[Callable[[KubernetesRig, int], list[Row]], Callable[[Sequ
 
 HOW = f"""\
 A real Kubernetes {{version}} on this machine: etcd, API server, controller manager, scheduler, and two nodes with kubelet, kube-proxy and
-containerd in network namespaces, all on the same two cores. The image is on the nodes. The training is CartPole by PPO with a
+containerd in network namespaces. All of it, the pods and the bare processes use {{cores}} of the machine's cores, which other work may share: the
+JSON file has the load average of each measurement. The image is on the nodes. The training is CartPole by PPO with a
 checkpoint every {FREQ} updates; its run is on a volume that both nodes mount.
 
 The *first training step* is the moment at which the first row is in the run's metrics.jsonl: the first update has been made. The bare
 process is the same `ludus train` on this machine, with the Python of this checkout. Both alternate, and a first one of each is not
-counted. *Drain* is `kubectl drain` of the node with the training. The time of the checkpoint is that of its last file; the pod has ended when it has no
-process. For *what is left* the job is a fleet: a learner, a worker, and Redis with a volume. Kubernetes deletes it {TTL_S} s after its
+counted. *Drain* is `kubectl drain` of the node with the training. The time of the checkpoint is that of its last file; the pod has ended
+when it has no process. For *what is left* the job is a fleet: a learner, a worker, and Redis with a volume. Kubernetes deletes it {TTL_S} s after its
 end. All objects in the namespace of the job and all volumes are counted, except those of the runs, and all processes of pods. The kubelet
 of this version removes the containers of a deleted pod up to 60 s later. Median [least–most].
 """
@@ -256,7 +238,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors = [f"- {row.get('way', name)}, round {row['round']}: {row['error'][:300]}" for row in rows if "error" in row]
             if errors:
                 body += "\n\n## What did not work\n\n" + "\n".join(errors)
-            keep(f"kubernetes-{name}", rounds >= 3, rows, body, HOW.format(version=rig.programs.version))
+            keep(
+                f"kubernetes-{name}",
+                rounds >= 3,
+                rows,
+                body,
+                HOW.format(version=rig.programs.version, cores=len(os.sched_getaffinity(0))),
+            )
             failed += len(errors)
     return int(failed > 0)
 

@@ -43,7 +43,7 @@ def measured(what: str, row: Row, work: Callable[[], Row]) -> Row:
     row = {"what": what, **row, "load": round(os.getloadavg()[0], 1)}
     try:
         row |= work()
-    except (Late, subprocess.SubprocessError, OSError, StopIteration) as error:
+    except (Late, AssertionError, subprocess.SubprocessError, OSError, StopIteration) as error:
         row |= {"error": f"{type(error).__name__}: {error}"[:1500]}
     print(
         " ".join(f"{key}={value if not isinstance(value, float) else round(value, 2)}" for key, value in row.items()), flush=True
@@ -255,20 +255,20 @@ def _restarts(job: Submitted, role: str) -> int:
 # -- saying it --------------------------------------------------------------------------------------------------------------
 
 
-def _column(rows: Sequence[Row], key: str, **having: str) -> list[float]:
+def column(rows: Sequence[Row], key: str, **having: str) -> list[float]:
     return [row[key] for row in rows if key in row and all(row.get(name) == value for name, value in having.items())]
 
 
-def _range(values: Sequence[float]) -> str:
+def median_range(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} [{min(values):.1f}–{max(values):.1f}]" if values else "–"
 
 
 def start_table(rows: Sequence[Row]) -> str:
     lines = ["| | jobs | job start → first step, s | submit → first step, s | scancel → gone, s |", "|---|---:|---:|---:|---:|"]
     for way in (OURS, BARE):
-        found = [_column(rows, key, what="start", way=way) for key in ("from_start_s", "from_submit_s", "gone_s")]
-        lines.append(f"| {way} | {len(found[0])} | " + " | ".join(map(_range, found)) + " |")
-    ours, bare = (_column(rows, "from_start_s", what="start", way=way) for way in (OURS, BARE))
+        found = [column(rows, key, what="start", way=way) for key in ("from_start_s", "from_submit_s", "gone_s")]
+        lines.append(f"| {way} | {len(found[0])} | " + " | ".join(map(median_range, found)) + " |")
+    ours, bare = (column(rows, "from_start_s", what="start", way=way) for way in (OURS, BARE))
     if ours and bare:
         more = [one - other for one, other in zip(ours, bare, strict=False)]
         lines += ["", f"Ours takes **{statistics.median(ours) - statistics.median(bare):+.1f} s** (of medians; by rounds "
@@ -279,9 +279,9 @@ def start_table(rows: Sequence[Row]) -> str:
 def cancel_table(rows: Sequence[Row]) -> str:
     lines = ["| | jobs | order → all gone, s | processes left | files left | timesteps lost |", "|---|---:|---:|---:|---:|---:|"]
     for way in dict.fromkeys(row["way"] for row in rows if row["what"] == "cancel"):
-        took = _column(rows, "gone_s", what="cancel", way=way)
-        counts = [_most(_column(rows, key, what="cancel", way=way)) for key in ("processes", "files", "lost_timesteps")]
-        lines.append(f"| `{way}` | {len(took)} | {_range(took)} | " + " | ".join(counts) + " |")
+        took = column(rows, "gone_s", what="cancel", way=way)
+        counts = [_most(column(rows, key, what="cancel", way=way)) for key in ("processes", "files", "lost_timesteps")]
+        lines.append(f"| `{way}` | {len(took)} | {median_range(took)} | " + " | ".join(counts) + " |")
     return "\n".join([*lines, "", "Target: all gone within 10 s, nothing left."])
 
 
@@ -306,9 +306,9 @@ def limit_table(rows: Sequence[Row]) -> str:
 def leftovers_table(rows: Sequence[Row]) -> str:
     lines = ["| after | jobs | job over → all gone, s | processes left | files left |", "|---|---:|---:|---:|---:|"]
     for way in dict.fromkeys(row["way"] for row in rows if row["what"] == "leftovers"):
-        took = _column(rows, "gone_s", what="leftovers", way=way)
-        counts = [_most(_column(rows, key, what="leftovers", way=way)) for key in ("processes", "files")]
-        lines.append(f"| {way} | {len(took)} | {_range(took)} | " + " | ".join(counts) + " |")
+        took = column(rows, "gone_s", what="leftovers", way=way)
+        counts = [_most(column(rows, key, what="leftovers", way=way)) for key in ("processes", "files")]
+        lines.append(f"| {way} | {len(took)} | {median_range(took)} | " + " | ".join(counts) + " |")
     return "\n".join(lines)
 
 

@@ -37,9 +37,9 @@ class Cgroups:
         for hierarchy in self._hierarchies:
             for path in (hierarchy / self._name, *(hierarchy / self._name / node for node in nodes)):
                 path.mkdir()
-                for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group; no process can join it then
-                    if (path / name).exists():
-                        (path / name).write_text((path.parent / name).read_text())
+                if (path / "cpuset.cpus").exists():  # empty in a new group; no process can join it then
+                    (path / "cpuset.cpus").write_text(",".join(map(str, sorted(os.sched_getaffinity(0)))))  # with taskset: fewer
+                    (path / "cpuset.mems").write_text((path.parent / "cpuset.mems").read_text())
 
     def path(self, node: str) -> str:
         """The group of a node, as kubelet's option `--cgroup-root` names it."""
