@@ -1,7 +1,7 @@
 """Sizes of the images of docker/Dockerfile, and the time from `podman run` to the end of the first training step.
 
     python -m bench.container_images             build all targets (the first time half an hour) and measure them
-    python -m bench.container_images cpu gym     these only; kept in bench/.build
+    python -m bench.container_images cpu gym     these only; kept in bench/.build, with --keep in bench/results
 
 Needs root on Debian (`scripts/tools.sh podman debootstrap`). The base is a minimal Debian instead of python:3.11-slim-bookworm, because no registry
 is used; torch is the CPU build that pip installs on this machine. `gpu` is left out: it needs another base and a CUDA build of torch.
@@ -84,6 +84,7 @@ def table(rows: Sequence[Row], base: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET")
+    parser.add_argument("--keep", action="store_true", help="keep the result of some targets in bench/results")
     given = parser.parse_args(argv)
     every = [target for target in targets() if target != "gpu"]
     rig = ContainerRig(default_directory())
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "constraints.txt. *Size* is the sum of the uncompressed layers, as `docker images` shows it; *compressed* the sum of the layers "
             "packed by gzip, as a registry stores them. All but gamecore share the layers of cpu."
         )
-        keep("container-images", not given.targets, rows, table(rows, rig.size(BASE)), how)
+        keep("container-images", given.keep or not given.targets, rows, table(rows, rig.size(BASE)), how)
     finally:
         rig.close()
     return 0
