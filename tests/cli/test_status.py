@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import NotFound
+from ludus.errors import Fenced
 from ludus.experiments.control.training_display import TrainingDisplay
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.run_dir import Run
@@ -167,6 +168,27 @@ def test_a_status_that_cannot_be_seen_does_not_disturb_the_run_and_the_next_one_
     seen = json.loads((tmp_path / run_status.FILE).read_text())
     assert seen["looks"] >= 4
     assert (seen["state"], seen["stopped_by"], seen["pid"]) == ("finished", "iterations", os.getpid())
+
+
+def test_a_trainer_that_lost_the_run_does_not_replace_the_status_of_the_next_owner(tmp_path: Path) -> None:
+    owner = ["this trainer"]
+
+    class Takeover:
+        """A number in the status; while it is formatted, another trainer takes the run over."""
+
+        def __float__(self) -> float:
+            owner[0] = "another trainer"
+            run_status.write(tmp_path, {"state": "finished"})
+            return 1.0
+
+    def guard() -> None:
+        if owner[0] != "this trainer":
+            raise Fenced("taken over", "")
+
+    with StatusWriter(tmp_path, lambda: {"state": "running", "fps": Takeover()}, guard=guard):
+        pass
+    assert json.loads((tmp_path / run_status.FILE).read_text())["state"] == "finished"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # -- the command --------------------------------------------------------------------------------------------------------

@@ -136,5 +136,5 @@ def consume_until_the_end(buffer: str, out: str) -> None:
     seen = 0
     for _ in ludus.RemoteBuffer(buffer):
         seen += 1
-        Path(out, "first").touch()
+        Path(out, f"seen {seen}").touch()
     note(out, seen=seen)

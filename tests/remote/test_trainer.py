@@ -97,8 +97,7 @@ def test_stopping_a_learner_ends_its_iteration_and_the_function_returns(busy: Ru
     buffer.push(1.0, 2.0)
     trainer = ludus.RemoteTrainer()
     trainer.train(parts.consume_until_the_end, buffer="two", out=str(tmp_path))
-    wait_until((tmp_path / "first").exists)
-    wait_until(lambda: buffer.stats()["taken"] == 2)
+    wait_until((tmp_path / "seen 2").exists)
     trainer.stop()
     assert trainer.wait(0)
     assert notes(tmp_path) == [{"seen": 2}]

@@ -73,7 +73,7 @@ def test_a_player_learns_to_beat_a_served_agent(tmp_path: Path, workers: int, na
             rock={"token_file": str(token_file), "rating": 1000},
             evaluation={"matches": 20, "pairs": "fixed"},
             turn_steps=1024,
-            snapshots={"main": {"min_steps": 1500, "max_steps": 1500}},
+            snapshots={"main": {"min_steps": 2048, "max_steps": 2048}},
             stop={"timesteps": 2048},
         )
         data["config"] |= {"num_workers": workers}

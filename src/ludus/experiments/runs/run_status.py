@@ -23,7 +23,7 @@ from ludus.errors import Fenced, NotFound, StoreUnavailable
 from ludus.experiments.control.bottleneck import Load, describe_bottleneck, percent
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
-from ludus.io.atomic_file import replace_json
+from ludus.io.atomic_file import open_for_replace
 from ludus.process import procfs
 from ludus.process.identity import is_alive_since, start_ticks
 from ludus.storage.base import WriteGuard
@@ -68,9 +68,15 @@ def now_text() -> str:
 # -- writing -------------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, data: Mapping[str, Any]) -> None:
-    """Replace the file atomically. Not synced: the status is worthless after a crash of the host."""
-    replace_json(directory / FILE, _finite(dict(data)), indent=1)
+def write(directory: Path, data: Mapping[str, Any], guard: WriteGuard | None = None) -> None:
+    """Replace the file atomically. Not synced: the status is worthless after a crash of the host.
+
+    `guard` is called when all is written but the file is not replaced yet; an exception of it discards what was written.
+    """
+    with open_for_replace(directory / FILE) as file:
+        file.write(json.dumps(_finite(dict(data)), indent=1).encode())
+        if guard is not None:
+            guard()
 
 
 def _finite(value: Any) -> Any:
@@ -129,16 +135,18 @@ class StatusWriter:
         try:
             fields = {**self._who, "since": self._since, "written": time.time(), **self._read_fields(), **more}
             self._rates.add_to(fields.get("sampling", {}).get("workers", []), time.monotonic())
-            if self._guard is not None:
-                with contextlib.suppress(StoreUnavailable):  # ownership cannot be checked now
-                    self._guard()
-            write(self._directory, fields)
+            write(self._directory, fields, self._check_ownership)
         except Fenced:  # the trainer reports it
             self._over.set()
         except Exception:  # e.g. a full disk, or a worker that joins during the read: must not stop training
             if not self._warned:
                 self._warned = True
                 log.warning("%s could not be written", self._directory / FILE, exc_info=True)
+
+    def _check_ownership(self) -> None:
+        if self._guard is not None:
+            with contextlib.suppress(StoreUnavailable):  # ownership cannot be checked now
+                self._guard()
 
 
 class WorkerRates:
