@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ludus.errors import NotFound
-from ludus.errors import Fenced
+from ludus.errors import Fenced, NotFound
 from ludus.experiments.control.training_display import TrainingDisplay
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.run_dir import Run
