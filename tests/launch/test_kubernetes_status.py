@@ -11,7 +11,16 @@ import pytest
 
 from ludus.launch.job import JobStatus
 from ludus.launch.kubernetes.objects import CANCELLED, RECORD
-from ludus.launch.kubernetes.status import JobSnapshot, exit_code, has_ended, job_status, seconds
+from ludus.launch.kubernetes.status import (
+    JobSnapshot,
+    container_state,
+    exit_code,
+    has_ended,
+    job_container,
+    job_status,
+    restart_count,
+    seconds,
+)
 
 RECORDED = Path(__file__).parent / "recorded" / "kubernetes"
 NOW = seconds("2026-11-18T15:00:00Z")
@@ -192,6 +201,19 @@ def test_the_exit_code_of_a_role_that_must_not_be_restarted_is_in_its_message() 
     assert exit_code(changed("succeeded", containerStatuses=ended(75, message="exit code 0")).pods[-1]) == 0
     assert exit_code(changed("succeeded", containerStatuses=ended(4, message="exit code 3 was seen\nelsewhere")).pods[-1]) == 3
     assert exit_code(changed("succeeded", containerStatuses=[]).pods[-1]) is None
+
+
+def test_the_state_of_a_pod_is_that_of_its_role_and_not_of_an_injected_proxy() -> None:
+    found = changed("failed", containerStatuses=[
+        {"name": "istio-proxy", "restartCount": 4, "state": {"running": {}}, "lastState": {}},
+        *ended(2, message="no such key"),
+    ])  # fmt: skip
+    pod = found.pods[-1]
+    pod["spec"]["containers"].insert(0, {"name": "istio-proxy", "image": "proxy"})
+    assert (exit_code(pod), restart_count(pod), "terminated" in container_state(pod)) == (2, 0, True)
+    assert job_container(pod)["name"] == "main"
+    pod["status"]["containerStatuses"] = pod["status"]["containerStatuses"][:1]
+    assert (exit_code(pod), container_state(pod)) == (None, {}), "the proxy has started and the role has not"
 
 
 def test_a_mount_that_fails_is_explained_by_its_event() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ludus.launch.job import Job, JobState, JobStatus, ProcessState, ProcessStatus, RoleRestart
 from ludus.launch.kubernetes.objects import CANCELLED, INDEX, JOB, RECORD, ROLE, Manifest
-from ludus.launch.kubernetes.pod import KILLED_CODES
+from ludus.launch.kubernetes.pod import KILLED_CODES, container_name
 from ludus.launch.kubernetes.pod_process import EXIT_CODE
 from ludus.process.children import describe_exit
 
@@ -336,9 +336,17 @@ def container_state(pod: Manifest) -> Mapping[str, Any]:
     return found
 
 
+def job_container(pod: Manifest) -> Mapping[str, Any]:
+    """Return the container of the pod's role. Others may have been injected before or after it, such as a proxy of a service mesh."""
+    found: Sequence[Mapping[str, Any]] = pod["spec"]["containers"]
+    name = container_name(pod_label(pod, ROLE))
+    return next((each for each in found if each["name"] == name), found[0])
+
+
 def _container_status(pod: Manifest) -> Mapping[str, Any]:
     found: Sequence[Mapping[str, Any]] = (pod.get("status") or {}).get("containerStatuses") or ()
-    return found[0] if found else {}
+    name = job_container(pod)["name"]
+    return next((each for each in found if each["name"] == name), {})
 
 
 def pod_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
@@ -352,7 +360,7 @@ def pod_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
     waiting = container_state(pod).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _PULL:
-        return f"its image {pod['spec']['containers'][0]['image']} cannot be pulled: {message or reason}"
+        return f"its image {job_container(pod)['image']} cannot be pulled: {message or reason}"
     if reason == _CRASH_LOOP:
         return f"it keeps failing and is restarted with growing delays ({_ended_reason(pod)})"
     if reason not in _STARTING:
@@ -380,7 +388,7 @@ def _ended_reason(pod: Manifest) -> str:
     if ended is None:
         return str((pod.get("status") or {}).get("message") or (pod.get("status") or {}).get("reason") or "it ended")
     if ended.get("reason") == "OOMKilled":
-        limit = ((pod["spec"]["containers"][0].get("resources") or {}).get("limits") or {}).get("memory", "")
+        limit = ((job_container(pod).get("resources") or {}).get("limits") or {}).get("memory", "")
         return f"used more memory than its limit of {limit} and was killed (OOMKilled)"
     code = exit_code(pod)
     if ended.get("reason") in ("ContainerCannotRun", "StartError"):
