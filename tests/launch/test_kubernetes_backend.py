@@ -46,6 +46,11 @@ def train(nodes: int = 1) -> Job:
     return plan_kubernetes(["train", "CartPole-v1"], SETTINGS, environ={}, nodes=NodeRequest(nodes), runtime=runtime).job
 
 
+def service() -> Job:
+    words = ["serve", "s3://games/runs/best"]
+    return plan_kubernetes(words, SETTINGS, environ={}, nodes=NodeRequest(), runtime=RuntimeEnv("python")).job
+
+
 # -- submitting ---------------------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +167,7 @@ def test_the_claim_of_the_runs_is_kept_and_used_again(api: ApiServer) -> None:
 
 def test_a_server_without_budgets_for_disruptions_gets_none(api: ApiServer) -> None:
     api.apis.discard("policy/v1")
-    runtime = RuntimeEnv("python")
-    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
-    job_id = KubernetesOrchestrator(SETTINGS).submit(job)
+    job_id = KubernetesOrchestrator(SETTINGS).submit(service())
     assert api.objects["deployments", job_id]["spec"]["replicas"] == 1
     assert api.all("poddisruptionbudgets") == []
 
@@ -216,6 +219,54 @@ def test_events_explain_a_pod_that_does_not_start(api: ApiServer) -> None:
     )
     api.failures["GET", "events"] = (403, "events is forbidden", 100)
     assert orchestrator.status(job_id).reason == "its pod is being created", "events only explain"
+
+
+def test_a_quota_that_holds_back_other_roles_is_shown(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), 2)))
+    for name in (job_id, f"{job_id}-worker-0"):
+        api.start_pod(name)
+    message = 'Error creating: pods "x" is forbidden: exceeded quota: small'
+    event: dict[str, Any] = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e1"}, "reason": "FailedCreate"}
+    orchestrator.client.create({**event, "involvedObject": {"name": f"{job_id}-worker-1"}, "message": message})
+    status = orchestrator.status(job_id)
+    assert (status.state, status.reason) == (
+        "running",
+        "worker-1: the quota of the namespace does not allow its pod: exceeded quota: small",
+    )
+
+
+@pytest.mark.parametrize("fleet", [False, True])
+def test_a_quota_that_holds_back_a_deployment_is_shown(api: ApiServer, fleet: bool) -> None:
+    """The events are those of a ReplicaSet, whose name is not known; the Deployment has a condition."""
+    settings = replace(SETTINGS, scale=ScaleSettings(PodCount(2, 2)))
+    orchestrator = KubernetesOrchestrator(settings)
+    if fleet:
+        base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
+        job_id = orchestrator.submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
+        api.start_pod(job_id)
+        api.start_pod(f"{job_id}-worker", plural="deployments")
+    else:
+        job_id = orchestrator.submit(service())
+    condition = {"type": "ReplicaFailure", "status": "True", "message": 'pods "x" is forbidden: exceeded quota: small'}
+    api.set_status("deployments", f"{job_id}-worker" if fleet else job_id, conditions=[condition])
+    reason = "the quota of the namespace does not allow its pod: exceeded quota: small"
+    assert orchestrator.status(job_id).reason == (f"worker-1: {reason}" if fleet else reason)
+
+
+def test_a_user_without_the_role_for_ray_jobs_is_told_that_a_job_is_gone(api: ApiServer) -> None:
+    api.apis.add("ray.io/v1")
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 3)
+    assert orchestrator.status(job_id).exit_code == 3
+    orchestrator.client.delete("Job", job_id)
+    api.failures["GET", "rayjobs"] = (
+        403, 'rayjobs.ray.io is forbidden: User "alice" cannot get resource "rayjobs" in API group "ray.io" in the namespace "games"', 100,
+    )  # fmt: skip
+    assert orchestrator.status(job_id).exit_code == 3, "it was deleted by its TTL"
+    with pytest.raises(UnknownName):
+        KubernetesOrchestrator().status(job_id)
 
 
 # -- ending -------------------------------------------------------------------------------------------------------------------
@@ -339,9 +390,7 @@ def test_workers_of_a_fleet_end_with_it(api: ApiServer) -> None:
 
 def test_a_service_runs_until_it_is_cancelled(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(replace(SETTINGS, scale=ScaleSettings(replicas=PodCount(2, 5))))
-    runtime = RuntimeEnv("python")
-    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
-    job_id = orchestrator.submit(job)
+    job_id = orchestrator.submit(service())
     assert api.objects["deployments", job_id]["spec"]["replicas"] == 2
     assert orchestrator.status(job_id).state == "pending"
     pods = [api.start_pod(job_id, f"{job_id}-{n}", plural="deployments")["metadata"]["name"] for n in range(2)]

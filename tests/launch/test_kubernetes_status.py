@@ -162,6 +162,21 @@ def test_a_pod_on_a_lost_node_counts_as_gone_after_a_while() -> None:
     assert has_ended(pod, NOW + 61)
 
 
+def test_a_lost_node_is_named_with_what_to_do() -> None:
+    """A Job with a pod failure policy starts no other pod while the one of a dead node is terminating."""
+    found = with_owner(changed("succeeded", phase="Running", containerStatuses=[{"name": "main", "state": {"running": {}}}]), [])
+    pod = found.pods[-1]
+    pod["spec"]["nodeName"] = "node7"
+    pod["metadata"]["deletionTimestamp"] = "2026-11-18T14:59:30Z"
+    assert status_of(found).state == "running"
+    pod["metadata"]["deletionTimestamp"] = "2026-11-18T14:58:00Z"
+    status = status_of(found)
+    assert status.state == "pending"
+    assert status.reason == (
+        "main-0: its node node7 does not answer; delete the node or taint it node.kubernetes.io/out-of-service"
+    )
+
+
 def test_a_deleted_pod_has_ended_with_its_containers() -> None:
     found = changed("succeeded", phase="Running", containerStatuses=ended(0))
     pod = found.pods[-1]

@@ -42,6 +42,7 @@ from ludus.launch.kubernetes.status import (
     has_ended,
     job_status,
     main_end,
+    missing_processes,
     pod_label,
     restart_count,
     seconds,
@@ -64,6 +65,9 @@ _ATTEMPTS = 5
 _END_AGAIN_S = 30.0
 _LOST_S = 15.0
 _PLACES = "kubernetes.json"
+_WORKLOADS = ("Job", "Deployment", "StatefulSet")
+_EXPLAINED = 3
+"""Pods of each role whose absence is explained; each takes a request."""
 _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -346,22 +350,45 @@ class KubernetesOrchestrator:
     # -- reading
 
     def _owner(self, job_id: str) -> Manifest:
-        if _ID.fullmatch(job_id):
-            for kind in _OWNERS:
-                with contextlib.suppress(UnknownName):
-                    found = self._client.get(kind, job_id)
-                    if (found["metadata"].get("labels") or {}).get(JOB) == job_id:
-                        return found | {"kind": kind}
+        for kind in _OWNERS if _ID.fullmatch(job_id) else ():
+            try:
+                found = self._client.get(kind, job_id)
+            except UnknownName:
+                continue
+            except UsageError:
+                if kind != "RayJob":  # the operator may not be installed, or not be for this user
+                    raise
+                continue
+            if (found["metadata"].get("labels") or {}).get(JOB) == job_id:
+                return found | {"kind": kind}
         raise UnknownName(f"There is no job {job_id!r} of Kubernetes in the namespace {self._client.namespace}.")
 
     def _snapshot(self, job_id: str) -> JobSnapshot:
         owner = self._owner(job_id)
         pods = self._client.list("Pod", objects.selector(job_id))
         snapshot = JobSnapshot(owner, pods)
-        if any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods) or not pods:
-            events = [*self._events(job_id), *(event for pod in pods for event in self._events(pod["metadata"]["name"]))]
-            return replace(snapshot, events=events)
-        return snapshot
+        record = JobRecord.from_owner(owner)
+        missing = {} if main_end(snapshot, record, time.time()) else missing_processes(snapshot, record)
+        workloads = self._workloads(job_id, missing) if missing else []
+        waiting = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"]
+        names = [each["metadata"]["name"] for each in (*workloads, *waiting)]
+        if waiting or not pods or record.main in missing:
+            names.insert(0, job_id)
+        events = [event for name in names for event in self._events(name)]
+        return replace(snapshot, events=events, workloads=workloads)
+
+    def _workloads(self, job_id: str, missing: Mapping[str, Sequence[int]]) -> list[Manifest]:
+        """Return the objects that should have created the missing pods: those of the first few of each role. The owner is not one."""
+        names = {
+            objects.object_name(job_id, role, index)
+            for role, indices in missing.items()
+            for index in (None, *indices[:_EXPLAINED])
+        }
+        found: list[Manifest] = []
+        for kind in _WORKLOADS:
+            with contextlib.suppress(UsageError):  # they only explain; the user may not be allowed to read them
+                found += self._client.list(kind, objects.selector(job_id))
+        return [each for each in found if each["metadata"]["name"] in names]
 
     def _events(self, name: str) -> Sequence[Manifest]:
         try:

@@ -26,6 +26,9 @@ _CRASH_LOOP = "CrashLoopBackOff"
 _GONE_S = 60.0
 """Seconds after its grace period when a pod that is being deleted counts as gone: its node does not answer."""
 
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""Taint by which an administrator tells that a node is off, so that its pods are removed."""
+
 _EVENTS = ("FailedMount", "FailedAttachVolume", "FailedCreate", "FailedCreatePodSandBox", "ProvisioningFailed")
 """Reasons of events that explain why a pod does not start."""
 
@@ -80,11 +83,15 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Objects of a job at one time. `owner`: its Job or Deployment. `events`: of its pods and its owner."""
+    """Objects of a job at one time. `owner`: its Job or Deployment.
+
+    `workloads`: Jobs, Deployments and StatefulSets of roles that lack pods. `events`: of its pods, its owner and these.
+    """
 
     owner: Manifest
     pods: Sequence[Manifest] = ()
     events: Sequence[Manifest] = ()
+    workloads: Sequence[Manifest] = ()
 
     @property
     def id(self) -> str:
@@ -119,7 +126,7 @@ def job_status(snapshot: JobSnapshot, namespace: str, now: float) -> JobStatus:
     status = JobStatus(snapshot.id, record.name, "pending", None, processes, "", logs, record.submitted_at, record.place)
     end = main_end(snapshot, record, now)
     if end is None:
-        return _unfinished(status, snapshot, record)
+        return _unfinished(status, snapshot, record, now)
     *_, reason = end
     active = sorted({process.name for process in processes if process.state != "ended"})
     if active:
@@ -190,31 +197,61 @@ def _is_final(code: int, restart: RoleRestart, pod: Manifest) -> bool:
     return restart == "when-killed" and code not in KILLED_CODES and not _disruption(pod)
 
 
-def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord) -> JobStatus:
+def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord, now: float) -> JobStatus:
     mains = [process for process in status.processes if process.role == record.main]
     running = any(process.state == "running" for process in mains)
-    problems = _problems(snapshot, record)
+    problems = _problems(snapshot, record, now)
     if snapshot.cancelled:
         problems = ["it is being cancelled", *problems]
     elif not running:
         pods = snapshot.pods_of(record.main)
         if not pods:
-            problems = [_creation_problem(snapshot) or "its pod is being created", *problems]
+            problems = [_creation_problem(snapshot, record.main) or "its pod is being created", *problems]
         ended = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
         if ended and not snapshot.is_service:
             problems = [f"{_end_reason(ended[-1], record.main)}; it is started again", *problems]
     return replace(status, state="running" if running else "pending", reason="; ".join(problems))
 
 
-def _creation_problem(snapshot: JobSnapshot) -> str:
-    """Return why the controller could not create a pod: a quota, an admission controller, a missing service account."""
-    messages = [str(event.get("message", "")) for event in snapshot.events if event.get("reason") == "FailedCreate"]
-    if not messages:
+def missing_processes(snapshot: JobSnapshot, record: JobRecord) -> dict[str, list[int]]:
+    """Return role → indices of its processes without a pod; those in a container of another process are not counted."""
+    found: dict[str, list[int]] = {}
+    for role, count in record.processes.items():
+        indices = [index for index in range(count) if f"{role}-{index}" not in record.hosts]
+        pods = snapshot.pods_of(role)
+        if role in record.scaled or (pods and not pod_label(pods[0], INDEX)):
+            missing = indices[len(pods) :]
+        else:
+            missing = [index for index in indices if not snapshot.pods_of(role, index)]
+        if missing:
+            found[role] = missing
+    return found
+
+
+def _creation_problem(snapshot: JobSnapshot, role: str) -> str:
+    """Return why the controller could not create a pod of a role: a quota, an admission controller, a missing service account."""
+    message = _creation_message(snapshot, role)
+    if not message:
         return ""
-    last = messages[-1]
-    if "exceeded quota" in last:
-        return f"the quota of the namespace does not allow its pod: {_after_forbidden(last)}"
-    return f"its pod cannot be created: {_after_forbidden(last)}"
+    if "exceeded quota" in message:
+        return f"the quota of the namespace does not allow its pod: {_after_forbidden(message)}"
+    return f"its pod cannot be created: {_after_forbidden(message)}"
+
+
+def _creation_message(snapshot: JobSnapshot, role: str) -> str:
+    """Return the message of the last event of a role's objects, or of the condition by which a Deployment reports it."""
+    owners = [snapshot.owner, *snapshot.workloads]
+    mine = [owner for owner in owners if pod_label(owner, ROLE) == role]
+    for owner in mine:
+        if condition := _condition(owner, "ReplicaFailure"):
+            return str(condition.get("message") or condition.get("reason"))
+    names = [str(owner["metadata"]["name"]) for owner in mine]
+    messages = [
+        str(event.get("message", ""))
+        for event in snapshot.events
+        if event.get("reason") == "FailedCreate" and (event.get("involvedObject") or {}).get("name") in names
+    ]
+    return messages[-1] if messages else ""
 
 
 def _after_forbidden(message: str) -> str:
@@ -222,15 +259,18 @@ def _after_forbidden(message: str) -> str:
     return message.partition(" is forbidden: ")[2] or message.removeprefix("Error creating: ")
 
 
-def _problems(snapshot: JobSnapshot, record: JobRecord) -> list[str]:
-    """Return a sentence for each pod that does not start or keeps failing; equal ones once."""
+def _problems(snapshot: JobSnapshot, record: JobRecord, now: float) -> list[str]:
+    """Return a sentence for each pod that does not start, keeps failing or does not answer; equal ones once."""
     found: dict[str, list[str]] = {}
+    for role, indices in missing_processes(snapshot, record).items():
+        if role != record.main and (problem := _creation_problem(snapshot, role)):
+            found.setdefault(problem, []).extend(f"{role}-{index}" for index in indices)
     for role in record.processes:
         pods = snapshot.pods_of(role)
         for number, pod in enumerate(pods):
             newest = not any(pod_label(later, INDEX) == pod_label(pod, INDEX) for later in pods[number + 1 :])
             if newest or role in record.scaled:
-                problem = pod_problem(pod, snapshot.events)
+                problem = pod_problem(pod, snapshot.events, now)
                 if problem:
                     found.setdefault(problem, []).append(process_name(pod))
     return [f"{_some(names)}: {problem}" for problem, names in found.items()]
@@ -291,10 +331,21 @@ def _process_state(pod: Manifest, now: float) -> ProcessState:
     return "pending"
 
 
+def _is_lost(pod: Manifest, now: float) -> bool:
+    """Return whether a pod has been deleted and its kubelet does not confirm it. Such a pod stays until its Node object is deleted.
+
+    From 1.29 on, a Job with a pod failure policy starts no other pod before.
+    """
+    deleted = pod["metadata"].get("deletionTimestamp")  # includes the grace period
+    states = [each.get("state") or {} for each in (pod.get("status") or {}).get("containerStatuses") or ()]
+    ended = bool(states) and all("terminated" in state for state in states)
+    return bool(deleted) and now > seconds(deleted) + _GONE_S and bool(pod["spec"].get("nodeName")) and not ended
+
+
 def has_ended(pod: Manifest, now: float) -> bool:
     """Return whether all containers of a pod have ended for good. The phase alone may be ahead of them."""
     metadata, status = pod["metadata"], pod.get("status") or {}
-    if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:  # includes the grace period
+    if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:
         return True
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
     if metadata.get("deletionTimestamp") and states and all("terminated" in state for state in states):
@@ -349,11 +400,14 @@ def _container_status(pod: Manifest) -> Mapping[str, Any]:
     return next((each for each in found if each["name"] == name), {})
 
 
-def pod_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
+def pod_problem(pod: Manifest, events: Sequence[Manifest], now: float) -> str:
     """Return why a pod does not run, or will not for long; "" if it does."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Failed", "Succeeded"):
         return ""
+    if _is_lost(pod, now):
+        where = pod["spec"].get("nodeName") or "its node"
+        return f"its node {where} does not answer; delete the node or taint it {OUT_OF_SERVICE}"
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"no node can run it: {condition.get('message') or condition.get('reason')}"
