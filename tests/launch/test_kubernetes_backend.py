@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -310,7 +311,65 @@ def test_a_failed_main_role_is_not_started_again_by_a_server_without_failure_pol
     status = orchestrator.status(job_id)
     assert (status.state, status.exit_code) == ("failed", 2)
     assert status.reason == "main-0 ended with code 2: ludus: Unknown key 'lr'."
-    assert api.objects["jobs", job_id]["spec"]["backoffLimit"] == 0
+    assert api.objects["jobs", job_id]["spec"]["activeDeadlineSeconds"] == 1
+
+
+def test_a_job_that_has_succeeded_after_a_restart_is_not_ended_as_failed(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 0)
+    before = dict(api.objects["jobs", job_id]["spec"])
+    assert orchestrator.status(job_id).state == "succeeded"
+    assert api.objects["jobs", job_id]["spec"] == before, "its controller has not yet seen the end"
+
+
+def test_a_graceful_cancel_keeps_the_live_pod_of_a_job_with_failures(api: ApiServer) -> None:
+    """From 1.22 on, the controller deletes the live pod if there were more failures than the limit of the Job."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    for _ in range(2):
+        api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 1000))
+    api.set_status("jobs", job_id, failed=2, startTime=started)
+    main = api.start_pod(job_id)["metadata"]["name"]
+    api.requests.clear()
+    orchestrator.cancel(job_id)
+    spec = api.objects["jobs", job_id]["spec"]
+    assert spec["backoffLimit"] == 2, "not fewer than have failed, and the next failure is the last"
+    assert 1000 + 30 < spec["activeDeadlineSeconds"] < 1000 + 30 + 15 + 120, "if the limit is too high, this ends the Job"
+    assert api.objects["pods", main]["spec"]["activeDeadlineSeconds"] == 1
+    patches = [path for method, path in api.requests if method == "PATCH"]
+    assert patches.index(f"pods/{main}") < len(patches) - 1 - patches[::-1].index(f"jobs/{job_id}")
+
+
+def test_a_job_that_waits_for_its_next_pod_is_cancelled_at_once(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    orchestrator.cancel(job_id)
+    assert api.objects["jobs", job_id]["spec"]["activeDeadlineSeconds"] == 1
+
+
+def test_a_graceful_cancel_keeps_helpers_that_were_restarted(api: ApiServer) -> None:
+    """With `OnFailure` the controller deletes a pod whose restarts reach the limit of its Job."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    main, helper = api.start_pod(job_id)["metadata"]["name"], f"{job_id}-worker-0"
+    pod = api.start_pod(helper)
+    worker = pod["metadata"]["name"]
+    api.set_status("pods", worker, containerStatuses=[container(pod, restarts=3, running={})])
+    limit = api.objects["jobs", helper]["spec"]["backoffLimit"]
+    orchestrator.cancel(job_id)
+    assert api.objects["jobs", helper]["spec"]["backoffLimit"] == limit, "main still saves"
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] > 30
+    assert api.objects["jobs", helper]["spec"]["activeDeadlineSeconds"] > 60
+    api.end_pod(main, 130)
+    KubernetesOrchestrator().status(job_id)
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] == 1
+    assert api.objects["jobs", helper]["spec"]["backoffLimit"] == 4
+    api.end_pod(worker, 143)
+    assert KubernetesOrchestrator().status(job_id).state == "cancelled"
 
 
 def test_a_killed_main_role_is_waited_for(api: ApiServer) -> None:

@@ -23,7 +23,7 @@ from ludus.errors import UnknownName, UsageError
 from ludus.io.atomic_file import replace_json
 from ludus.io.yaml_documents import read_text
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, check_job
+from ludus.launch.job import Job, JobState, JobStatus, check_job
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.client import KubernetesClient
 from ludus.launch.kubernetes.fleet import redis_configuration
@@ -38,6 +38,7 @@ from ludus.launch.kubernetes.status import (
     JobRecord,
     JobSnapshot,
     container_state,
+    disrupted,
     final_status,
     has_ended,
     job_status,
@@ -64,6 +65,9 @@ _POLL_S = 1.0
 _ATTEMPTS = 5
 _END_AGAIN_S = 30.0
 _LOST_S = 15.0
+_SLACK_S = 60.0
+"""Seconds beyond the time that a pod has for its end after which the controller ends its Job."""
+
 _PLACES = "kubernetes.json"
 _WORKLOADS = ("Job", "Deployment", "StatefulSet")
 _EXPLAINED = 3
@@ -256,15 +260,16 @@ class KubernetesOrchestrator:
             self._final[snapshot.id] = final_status(status, end)
         if end is not None and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
             self._ended[snapshot.id] = now
-            self._finish_owner(snapshot)
+            self._finish_owner(snapshot, end)
             self._stop_others(snapshot, 0)
         return status
 
-    def _finish_owner(self, snapshot: JobSnapshot) -> None:
-        """Keep a server without pod failure policies from starting a failed main role again."""
+    def _finish_owner(self, snapshot: JobSnapshot, end: tuple[JobState, int, str]) -> None:
+        """Keep a server without pod failure policies from starting a main role again that has failed, or was cancelled."""
         conditions = (snapshot.owner.get("status") or {}).get("conditions") or ()
-        if snapshot.owner["kind"] == "Job" and not any(each.get("type") in ("Complete", "Failed") for each in conditions):
-            self._patch_if_exists("Job", snapshot.id, {"spec": {"backoffLimit": 0}})
+        finished = any(each.get("type") in ("Complete", "Failed") for each in conditions)
+        if snapshot.owner["kind"] == "Job" and end[0] != "succeeded" and not finished:
+            self._patch_if_exists("Job", snapshot.id, {"spec": {"activeDeadlineSeconds": 1}})
 
     def _keeps_pods(self) -> bool:
         """Whether a pod that is ended by a deadline reports its exit code. Kubelets before 1.22 report nothing after the deadline."""
@@ -278,27 +283,22 @@ class KubernetesOrchestrator:
         if snapshot.is_service:
             self._scale("Deployment", snapshot.id, 0)
             return
-        self._patch_if_exists("Job", snapshot.id, {"spec": {"backoffLimit": 0}})
-        main = JobRecord.from_owner(snapshot.owner).main
-        started = [self._end_pod(pod, 0) for pod in snapshot.pods_of(main)]
-        if not started or not all(started):
+        record, now = JobRecord.from_owner(snapshot.owner), time.time()
+        pods = snapshot.pods_of(record.main)
+        alive = [pod for pod in pods if not has_ended(pod, now)]
+        if not alive or not all([self._end_pod(pod, 0) for pod in alive]):
             self._patch_if_exists("Job", snapshot.id, {"spec": {"activeDeadlineSeconds": 1}})  # its pod has not started
+            return
+        due_s = record.grace_s + TERMINATION_MARGIN_S + _SLACK_S
+        self._limit_job(snapshot.owner, pods, due_s)
 
     def _stop_others(self, snapshot: JobSnapshot, delay_s: float) -> None:
         """End all pods that are not those of the main role, after a delay. Pods of Jobs are kept, for their logs."""
         selected = objects.selector(snapshot.id)
         main = JobRecord.from_owner(snapshot.owner).main
         for job in self._client.list("Job", selected):
-            name = job["metadata"]["name"]
-            if name == snapshot.id or (job.get("status") or {}).get("conditions"):
-                continue
-            self._patch_if_exists("Job", name, {"spec": {"backoffLimit": 0}})
-            pods = [pod for pod in snapshot.pods if pod_label(pod, "job-name") == name]
-            if pods and delay_s and not self._keeps_pods():
-                continue  # the next client ends it, after main
-            started = [self._end_pod(pod, delay_s) for pod in pods]
-            if not started or not all(started):
-                self._client.delete("Job", name)
+            if job["metadata"]["name"] != snapshot.id and not (job.get("status") or {}).get("conditions"):
+                self._stop_job(job, snapshot, delay_s)
         if set(JobRecord.from_owner(snapshot.owner).processes) == {main} and not snapshot.is_service:
             return
         for autoscaler in self._client.list("HorizontalPodAutoscaler", selected):
@@ -307,6 +307,28 @@ class KubernetesOrchestrator:
             for workload in self._client.list(kind, selected):
                 if workload["spec"].get("replicas", 1) and workload["metadata"]["name"] != snapshot.id:
                     self._scale(kind, workload["metadata"]["name"], 0)
+
+    def _stop_job(self, job: Manifest, snapshot: JobSnapshot, delay_s: float) -> None:
+        """End the Job of a process that is not main, after a delay. Its number of retries is kept until then: main may still need it."""
+        name, now = job["metadata"]["name"], time.time()
+        pods = [pod for pod in snapshot.pods if pod_label(pod, "job-name") == name]
+        if pods and delay_s and not self._keeps_pods():
+            return  # the next client ends it, after main
+        alive = [pod for pod in pods if not has_ended(pod, now)]
+        if pods and not alive and not delay_s:
+            self._patch_if_exists("Job", name, {"spec": {"activeDeadlineSeconds": 1}})  # keeps pods that have ended
+        elif not pods or not all([self._end_pod(pod, delay_s) for pod in alive]):
+            self._client.delete("Job", name)
+        else:
+            due_s = delay_s + JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S + _SLACK_S
+            self._limit_job(job, pods, due_s, retries=delay_s > 0)
+
+    def _limit_job(self, job: Manifest, pods: Sequence[Manifest], due_s: float, *, retries: bool = False) -> None:
+        """Keep a Job whose pods are ending from starting others. `due_s`: from now, after which it ends in any case."""
+        limits: dict[str, Any] = {"activeDeadlineSeconds": deadline_after(job, due_s, time.time())}
+        if not retries:
+            limits["backoffLimit"] = last_backoff_limit(job, pods)
+        self._patch_if_exists("Job", job["metadata"]["name"], {"spec": limits})
 
     def _kill(self, snapshot: JobSnapshot) -> None:
         """Kill all pods of a job."""
@@ -429,6 +451,31 @@ class KubernetesOrchestrator:
                 return
             if not over:
                 time.sleep(_POLL_S)
+
+
+# -- limits of Jobs -----------------------------------------------------------------------------------------------------------
+
+
+def last_backoff_limit(job: Manifest, pods: Sequence[Manifest]) -> int:
+    """Return the lowest number of retries with which the controller lets the live pods of a Job end by themselves.
+
+    Controllers from 1.22 on delete them at once, with exit code and log, if there were more failures, or as many restarts by the kubelet.
+    """
+    status, policy = job.get("status") or {}, "podFailurePolicy" in job["spec"]
+    failed = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed" and not (policy and disrupted(pod))]
+    restarts = sum(
+        int(container.get("restartCount", 0))
+        for pod in pods
+        for container in (pod.get("status") or {}).get("containerStatuses") or ()
+        if pod not in failed
+    )
+    return max(int(status.get("failed") or 0), len(failed), restarts + 1 if restarts else 0)
+
+
+def deadline_after(job: Manifest, delay_s: float, now: float) -> int:
+    """Return the `activeDeadlineSeconds` by which a Job ends `delay_s` from now: it counts from its start."""
+    started = (job.get("status") or {}).get("startTime") or job["metadata"].get("creationTimestamp")
+    return max(1, int(now - seconds(started) + delay_s))
 
 
 def _unfinished_spec(manifest: Manifest) -> dict[str, Any]:

@@ -433,7 +433,7 @@ def _event_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
 
 
 def _end_reason(pod: Manifest, role: str) -> str:
-    return f"{role}-0: {disrupted}" if (disrupted := _disruption(pod)) else f"{role}-0 {_ended_reason(pod)}"
+    return f"{role}-0: {why}" if (why := _disruption(pod)) else f"{role}-0 {_ended_reason(pod)}"
 
 
 def _ended_reason(pod: Manifest) -> str:
@@ -451,6 +451,11 @@ def _ended_reason(pod: Manifest) -> str:
     message = str(ended.get("message") or "")
     last = "" if message.startswith(EXIT_CODE) else next((line for line in reversed(message.splitlines()) if line.strip()), "")
     return f"ended with {text}{': ' if last else ''}{last.strip()[:300]}"
+
+
+def disrupted(pod: Manifest) -> bool:
+    """Return whether the cluster has ended a pod, which a pod failure policy does not count as a failure."""
+    return _condition(pod, "DisruptionTarget") is not None
 
 
 def _disruption(pod: Manifest) -> str:
