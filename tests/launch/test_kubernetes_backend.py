@@ -464,6 +464,69 @@ def test_a_service_runs_until_it_is_cancelled(api: ApiServer) -> None:
     assert api.objects == {}
 
 
+@pytest.mark.parametrize("ttl_s", [0, 3600])
+def test_a_service_is_deleted_after_its_end(api: ApiServer, monkeypatch: pytest.MonkeyPatch, ttl_s: int) -> None:
+    """Kubernetes deletes finished Jobs only: the next client that looks deletes a service that was cancelled."""
+    orchestrator = KubernetesOrchestrator(replace(SETTINGS, ttl_s=ttl_s))
+    job_id = orchestrator.submit(service())
+    pod = api.start_pod(job_id, plural="deployments")["metadata"]["name"]
+    orchestrator.cancel(job_id)
+    assert orchestrator.status(job_id).state == "running"
+    del api.objects["pods", pod]
+    assert orchestrator.status(job_id).state == "cancelled"
+    if ttl_s:
+        assert KubernetesOrchestrator().status(job_id).state == "cancelled"
+        later = time.time() + ttl_s + 1
+        monkeypatch.setattr(time, "time", lambda: later)
+        KubernetesOrchestrator().list()
+    assert api.objects == {}
+    assert orchestrator.status(job_id).state == "cancelled"
+
+
+def test_a_service_whose_submission_was_killed_is_deleted(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    monkeypatch.setattr(orchestrator, "_start", lambda *_: None)  # as if it were killed before
+    job_id = orchestrator.submit(service())
+    assert KubernetesOrchestrator().status(job_id).reason == "its submission is not complete"
+    assert api.objects["deployments", job_id]["spec"]["replicas"] == 0
+    later = time.time() + SUBMIT_S + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    KubernetesOrchestrator().list()
+    assert api.objects == {}
+
+
+def test_a_user_who_may_only_look_sees_the_jobs(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 2)
+    api.start_pod(f"{job_id}-worker-0")
+    for method in ("PATCH", "DELETE"):
+        for plural in ("jobs", "pods"):
+            api.failures[method, plural] = (403, f"{plural} is forbidden", 100)
+    viewer = KubernetesOrchestrator()
+    assert [status.reason for status in viewer.list()] == ["main-0 ended with code 2; waiting for the end of worker-0"]
+    assert viewer.status(job_id).state == "running"
+    with pytest.raises(UsageError, match="forbidden"):
+        viewer.cancel(job_id)
+
+
+def test_a_list_takes_one_request_for_each_kind(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    for _ in range(4):
+        job_id = orchestrator.submit(trial(Role("worker", ("true",))))
+        api.set_status("jobs", job_id, conditions=[{"type": "Complete", "status": "True"}])
+        for name in (job_id, f"{job_id}-worker-0"):
+            api.end_pod(api.start_pod(name)["metadata"]["name"], 0)
+    api.requests.clear()
+    assert [status.state for status in KubernetesOrchestrator().list()] == ["succeeded"] * 4
+    assert sorted(api.requests) == [("GET", "deployments"), ("GET", "jobs"), ("GET", "pods")], "nothing is left to be ended"
+    for job in api.all("jobs")[1::2]:
+        api.start_pod(job["metadata"]["name"])
+    api.requests.clear()
+    KubernetesOrchestrator().list()
+    assert [path for method, path in api.requests if method == "GET"].count("jobs") == 2, "owners, and once the helpers of all jobs"
+
+
 def test_a_job_that_is_over_can_be_removed(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(SETTINGS)
     job_id = orchestrator.submit(trial())

@@ -1,7 +1,8 @@
 """Backend that runs jobs on Kubernetes. The record of a job is in the cluster: any machine with the kubeconfig can use it.
 
 The object of the main role, a Job or a Deployment, is created first and owns all others: Kubernetes deletes them with it. Pods have no
-access to the API. When the main role has ended, the other pods are ended by the next client that looks.
+access to the API. When the main role has ended, the other pods are ended by the next client that looks. It also deletes objects that
+Kubernetes itself does not: those of a service that was cancelled, and of one whose submission was killed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ludus.errors import UnknownName, UsageError
 from ludus.io.atomic_file import replace_json
 from ludus.io.yaml_documents import read_text
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobState, JobStatus, check_job
+from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.client import KubernetesClient
 from ludus.launch.kubernetes.fleet import redis_configuration
-from ludus.launch.kubernetes.objects import CANCELLED, JOB, JobObjects, Manifest
+from ludus.launch.kubernetes.objects import CANCELLED, CANCELLED_AT, INCOMPLETE, JOB, ROLE, JobObjects, Manifest
 from ludus.launch.kubernetes.pod import TERMINATION_MARGIN_S
 from ludus.launch.kubernetes.pod_logs import JobLogReader
 from ludus.launch.kubernetes.render import render_job, to_files
@@ -35,12 +36,15 @@ from ludus.launch.kubernetes.settings import KubernetesSettings
 from ludus.launch.kubernetes.status import (
     GRACEFULLY,
     NOW,
+    SUBMIT_S,
     JobRecord,
     JobSnapshot,
+    MainEnd,
     container_state,
     disrupted,
     final_status,
     has_ended,
+    is_expired,
     job_status,
     main_end,
     missing_processes,
@@ -51,9 +55,6 @@ from ludus.launch.kubernetes.status import (
 from ludus.transport.message_stream import PASSWORD
 
 log = logging.getLogger(__name__)
-
-SUBMIT_S = 300
-"""If a submission is killed half way, Kubernetes ends the job after this many seconds."""
 
 DEADLINE_VERSION = (1, 22)
 SERVE_TOKEN, GAMECORE_TOKEN = "LUDUS_SERVE_TOKEN", "LUDUS_GAMECORE_TOKEN"
@@ -131,16 +132,20 @@ class KubernetesOrchestrator:
         if self._settle(snapshot).over:
             return
         self._ended.pop(job_id, None)
-        mark = {"metadata": {"annotations": {CANCELLED: NOW if at_once else GRACEFULLY}}}
-        self._client.patch(snapshot.owner["kind"], job_id, mark)
+        annotations = {CANCELLED: NOW if at_once else GRACEFULLY, CANCELLED_AT: str(int(time.time()))}
+        self._client.patch(snapshot.owner["kind"], job_id, {"metadata": {"annotations": annotations}})
         if at_once:
             self._kill(snapshot)
         else:
             self._stop_main(snapshot)
-            self._stop_others(snapshot, JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S)
+            delay_s = JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S
+            self._stop_others(snapshot, delay_s, self._read_workloads(job_id))
 
     def list(self) -> list[JobStatus]:
-        """Return all jobs of the namespace, with one request for each kind of object."""
+        """Return all jobs of the namespace, with one request for each kind of object.
+
+        It also ends what is left of jobs that are over, as far as this user may.
+        """
         owners = [
             owner
             for kind in _OWNERS
@@ -148,10 +153,12 @@ class KubernetesOrchestrator:
             if owner["metadata"]["name"] == owner["metadata"]["labels"].get(JOB)
         ]
         pods = self._list("Pod") if owners else []
+        workloads = WorkloadReader(self._client, f"{objects.MANAGED_BY}={objects.LUDUS}")
         found = []
         for owner in owners:
             identity = owner["metadata"]["name"]
-            found.append(self._settle(JobSnapshot(owner, [pod for pod in pods if pod_label(pod, JOB) == identity])))
+            mine = [pod for pod in pods if pod_label(pod, JOB) == identity]
+            found.append(self._settle(JobSnapshot(owner, mine), workloads))
         return sorted(found, key=lambda status: (status.submitted_at, status.id))
 
     # -- beyond the protocol
@@ -172,7 +179,13 @@ class KubernetesOrchestrator:
 
     def _create_owner(self, manifest: Manifest) -> Manifest | None:
         """Create the owner; None if its name is taken."""
-        incomplete = {**manifest, "spec": {**manifest["spec"], **_unfinished_spec(manifest)}}
+        metadata = manifest["metadata"]
+        annotations = {**metadata.get("annotations", {}), INCOMPLETE: "true"}
+        incomplete = {
+            **manifest,
+            "metadata": {**metadata, "annotations": annotations},
+            "spec": {**manifest["spec"], **_unfinished_spec(manifest)},
+        }
         try:
             return self._client.create(incomplete)
         except UsageError as error:
@@ -230,7 +243,8 @@ class KubernetesOrchestrator:
     def _start(self, manifest: Manifest, owner: Manifest) -> None:
         """Undo what would have ended an incomplete job."""
         complete = {key: manifest["spec"].get(key) for key in _unfinished_spec(manifest)}
-        now = self._client.patch(owner["kind"], owner["metadata"]["name"], {"spec": complete})
+        changes = {"metadata": {"annotations": {INCOMPLETE: None}}, "spec": complete}
+        now = self._client.patch(owner["kind"], owner["metadata"]["name"], changes)
         if (now["metadata"].get("annotations") or {}).get(CANCELLED):  # by another process, before everything existed
             raise UsageError(f"The job {owner['metadata']['name']} was cancelled while it was submitted.")
 
@@ -250,21 +264,38 @@ class KubernetesOrchestrator:
 
     # -- ending
 
-    def _settle(self, snapshot: JobSnapshot) -> JobStatus:
-        """Return the status of a job; if its main role has ended, end its other pods."""
+    def _settle(self, snapshot: JobSnapshot, workloads: WorkloadReader | None = None) -> JobStatus:
+        """Return the status of a job; if its main role has ended, end its other pods, as far as this user may."""
         now = time.time()
         status = job_status(snapshot, self._client.namespace, now)
-        record = JobRecord.from_owner(snapshot.owner)
-        end = main_end(snapshot, record, now)
+        end = main_end(snapshot, JobRecord.from_owner(snapshot.owner), now)
         if end is not None:
             self._final[snapshot.id] = final_status(status, end)
-        if end is not None and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
+        if (end is not None or is_expired(snapshot, now)) and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
             self._ended[snapshot.id] = now
-            self._finish_owner(snapshot, end)
-            self._stop_others(snapshot, 0)
+            try:
+                self._finish(snapshot, end, workloads or self._read_workloads(snapshot.id))
+            except UsageError as error:  # a user who may only look
+                log.info("what is left of %s is not ended: %s", snapshot.id, error)
         return status
 
-    def _finish_owner(self, snapshot: JobSnapshot, end: tuple[JobState, int, str]) -> None:
+    def _finish(self, snapshot: JobSnapshot, end: MainEnd | None, workloads: WorkloadReader) -> None:
+        """End or delete what is left of a job whose main role has ended, or whose submission was not completed."""
+        now = time.time()
+        if is_expired(snapshot, now):
+            self._client.delete(snapshot.owner["kind"], snapshot.id)
+            return
+        if end is None:
+            return
+        self._finish_owner(snapshot, end)
+        main = JobRecord.from_owner(snapshot.owner).main
+        if any(not has_ended(pod, now) for pod in snapshot.pods if pod_label(pod, ROLE) != main):
+            self._stop_others(snapshot, 0, workloads)
+
+    def _read_workloads(self, job_id: str) -> WorkloadReader:
+        return WorkloadReader(self._client, objects.selector(job_id))
+
+    def _finish_owner(self, snapshot: JobSnapshot, end: MainEnd) -> None:
         """Keep a server without pod failure policies from starting a main role again that has failed, or was cancelled."""
         conditions = (snapshot.owner.get("status") or {}).get("conditions") or ()
         finished = any(each.get("type") in ("Complete", "Failed") for each in conditions)
@@ -292,19 +323,18 @@ class KubernetesOrchestrator:
         due_s = record.grace_s + TERMINATION_MARGIN_S + _SLACK_S
         self._limit_job(snapshot.owner, pods, due_s)
 
-    def _stop_others(self, snapshot: JobSnapshot, delay_s: float) -> None:
+    def _stop_others(self, snapshot: JobSnapshot, delay_s: float, workloads: WorkloadReader) -> None:
         """End all pods that are not those of the main role, after a delay. Pods of Jobs are kept, for their logs."""
-        selected = objects.selector(snapshot.id)
         main = JobRecord.from_owner(snapshot.owner).main
-        for job in self._client.list("Job", selected):
+        for job in workloads.read("Job", snapshot.id):
             if job["metadata"]["name"] != snapshot.id and not (job.get("status") or {}).get("conditions"):
                 self._stop_job(job, snapshot, delay_s)
         if set(JobRecord.from_owner(snapshot.owner).processes) == {main} and not snapshot.is_service:
             return
-        for autoscaler in self._client.list("HorizontalPodAutoscaler", selected):
+        for autoscaler in workloads.read("HorizontalPodAutoscaler", snapshot.id):
             self._client.delete("HorizontalPodAutoscaler", autoscaler["metadata"]["name"])
         for kind in ("Deployment", *(("StatefulSet",) if not delay_s else ())):
-            for workload in self._client.list(kind, selected):
+            for workload in workloads.read(kind, snapshot.id):
                 if workload["spec"].get("replicas", 1) and workload["metadata"]["name"] != snapshot.id:
                     self._scale(kind, workload["metadata"]["name"], 0)
 
@@ -451,6 +481,20 @@ class KubernetesOrchestrator:
                 return
             if not over:
                 time.sleep(_POLL_S)
+
+
+class WorkloadReader:
+    """Reads the objects of one job or of all, each kind once. `selector`: their labels."""
+
+    def __init__(self, client: KubernetesClient, selector: str) -> None:
+        self._client, self._selector = client, selector
+        self._found: dict[str, Sequence[Manifest]] = {}
+
+    def read(self, kind: str, job_id: str) -> list[Manifest]:
+        """Return the objects of a kind that belong to a job."""
+        if kind not in self._found:
+            self._found[kind] = self._client.list(kind, self._selector)
+        return [each for each in self._found[kind] if pod_label(each, JOB) == job_id]
 
 
 # -- limits of Jobs -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ RECORD = "ludus.dev/record"
 """Annotation of the owner with the `JobRecord` as JSON."""
 CANCELLED = "ludus.dev/cancelled"
 """Annotation of the owner once it is cancelled: `gracefully` or `now`."""
+CANCELLED_AT = "ludus.dev/cancelled-at"
+"""Annotation of the owner with the time of the last cancellation, in seconds since 1970."""
+INCOMPLETE = "ludus.dev/incomplete"
+"""Annotation of the owner until all other objects exist."""
 
 TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
     "token",

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from ludus.launch.job import Job, JobState, JobStatus, ProcessState, ProcessStatus, RoleRestart
-from ludus.launch.kubernetes.objects import CANCELLED, INDEX, JOB, RECORD, ROLE, Manifest
+from ludus.launch.kubernetes.objects import CANCELLED, CANCELLED_AT, INCOMPLETE, INDEX, JOB, RECORD, ROLE, Manifest
 from ludus.launch.kubernetes.pod import KILLED_CODES, container_name
 from ludus.launch.kubernetes.pod_process import EXIT_CODE
 from ludus.process.children import describe_exit
@@ -19,6 +19,12 @@ from ludus.process.children import describe_exit
 INTERRUPTED, KILLED = 130, 137
 NOW, GRACEFULLY = "now", "gracefully"
 """Values of the annotation `CANCELLED`."""
+
+SUBMIT_S = 300
+"""Seconds after which a job whose submission was killed half way is ended."""
+
+MainEnd = tuple[JobState, int, str]
+"""How a main role ended: state, exit code, reason."""
 
 _PULL = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "RegistryUnavailable")
 _STARTING = ("ContainerCreating", "PodInitializing", "")
@@ -135,14 +141,14 @@ def job_status(snapshot: JobSnapshot, namespace: str, now: float) -> JobStatus:
     return final_status(status, end)
 
 
-def final_status(status: JobStatus, end: tuple[JobState, int, str]) -> JobStatus:
+def final_status(status: JobStatus, end: MainEnd) -> JobStatus:
     """Return the status of a job whose main role has ended so, when all its other pods are gone."""
     state, code, reason = end
     processes = tuple(replace(process, state="ended") for process in status.processes)
     return replace(status, state=state, exit_code=code, reason=reason, processes=processes)
 
 
-def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobState, int, str] | None:
+def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> MainEnd | None:
     """Return how the main role ended for good: state, exit code and reason; None while it runs, or may be started again."""
     pods = snapshot.pods_of(record.main)
     newest = pods[-1] if pods else None
@@ -180,7 +186,31 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
     return "failed", code, _end_reason(newest, record.main)
 
 
-def _ray_job_end(owner: Manifest) -> tuple[JobState, int, str] | None:
+def is_expired(snapshot: JobSnapshot, now: float) -> bool:
+    """Return whether an owner is due to be deleted by a client: Kubernetes does that only with Jobs.
+
+    Those are services that were cancelled more than their `ttl_s` ago, and owners whose submission was not completed.
+    """
+    if snapshot.owner["kind"] == "Job" or any(not has_ended(pod, now) for pod in snapshot.pods):
+        return False
+    metadata, record = snapshot.owner["metadata"], JobRecord.from_owner(snapshot.owner)
+    annotations = metadata.get("annotations") or {}
+    if INCOMPLETE in annotations:
+        return now > record.submitted_at + SUBMIT_S
+    if main_end(snapshot, record, now) is None:
+        return False
+    return now >= _end_time(snapshot.owner) + record.ttl_s
+
+
+def _end_time(owner: Manifest) -> float:
+    """Return when an owner that is not a Job was cancelled; when it was created if that is not known."""
+    metadata = owner["metadata"]
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return float(metadata["annotations"][CANCELLED_AT])
+    return seconds(metadata.get("creationTimestamp"))
+
+
+def _ray_job_end(owner: Manifest) -> MainEnd | None:
     """Return how a RayJob ended, from what the operator wrote; it knows no exit code."""
     status = owner.get("status") or {}
     if status.get("jobStatus") == "SUCCEEDED":
@@ -206,7 +236,7 @@ def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord, now
     elif not running:
         pods = snapshot.pods_of(record.main)
         if not pods:
-            problems = [_creation_problem(snapshot, record.main) or "its pod is being created", *problems]
+            problems = [_creation_problem(snapshot, record.main) or _absence(snapshot.owner), *problems]
         ended = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
         if ended and not snapshot.is_service:
             problems = [f"{_end_reason(ended[-1], record.main)}; it is started again", *problems]
@@ -236,6 +266,13 @@ def _creation_problem(snapshot: JobSnapshot, role: str) -> str:
     if "exceeded quota" in message:
         return f"the quota of the namespace does not allow its pod: {_after_forbidden(message)}"
     return f"its pod cannot be created: {_after_forbidden(message)}"
+
+
+def _absence(owner: Manifest) -> str:
+    """Return why the main role of a job has no pod yet."""
+    if INCOMPLETE in (owner["metadata"].get("annotations") or {}):
+        return "its submission is not complete"
+    return "its pod is being created"
 
 
 def _creation_message(snapshot: JobSnapshot, role: str) -> str:
