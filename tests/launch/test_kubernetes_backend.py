@@ -17,10 +17,11 @@ from ludus.errors import UnknownName, UsageError, WorkerFailed
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import backend as backend_module
 from ludus.launch.kubernetes import objects
-from ludus.launch.kubernetes.backend import SUBMIT_S, KubernetesOrchestrator, remembered_places
+from ludus.launch.kubernetes.backend import KubernetesOrchestrator, remembered_places
 from ludus.launch.kubernetes.plan import fleet_job, plan_kubernetes
 from ludus.launch.kubernetes.pod import MEMORY_HOST
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodImage, ScaleSettings, parse_storage
+from ludus.launch.kubernetes.status import SUBMIT_S
 from ludus.launch.planner import NodeRequest, RuntimeEnv
 from ludus.transport.message_stream import PASSWORD
 from tests.launch.kubernetes_api import ApiServer, container, running_api
@@ -495,6 +496,52 @@ def test_a_service_whose_submission_was_killed_is_deleted(api: ApiServer, monkey
     assert api.objects == {}
 
 
+def ray_job(api: ApiServer) -> tuple[KubernetesOrchestrator, Job]:
+    api.apis.add("ray.io/v1")
+    return KubernetesOrchestrator(replace(SETTINGS, flavor="kuberay")), train(nodes=3)
+
+
+def test_a_ray_job_is_suspended_until_its_submission_is_complete(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator, job = ray_job(api)
+    start = orchestrator._start
+    seen: list[Any] = []
+
+    def observed(manifest: Any, owner: Any) -> None:
+        seen.extend(api.all("rayjobs"))
+        start(manifest, owner)
+
+    monkeypatch.setattr(orchestrator, "_start", observed)
+    job_id = orchestrator.submit(job)
+    assert seen[0]["spec"]["suspend"] is True
+    owner = api.objects["rayjobs", job_id]
+    assert "suspend" not in owner["spec"]
+    assert "replicas" not in owner["spec"], "it is no field of a RayJob"
+    assert objects.INCOMPLETE not in owner["metadata"]["annotations"]
+    assert {process.name for process in orchestrator.status(job_id).processes} == {"head-0", "ray-0", "ray-1", "main-0"}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_cancelled_ray_job_is_suspended(api: ApiServer, at_once: bool) -> None:
+    """The operator then deletes head, workers and submitter."""
+    orchestrator, job = ray_job(api)
+    job_id = orchestrator.submit(job)
+    api.set_status("rayjobs", job_id, jobDeploymentStatus="Running", jobStatus="RUNNING")
+    head = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **api.objects["rayjobs", job_id]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"],
+    }
+    head["metadata"] = {**head["metadata"], "name": f"{job_id}-head"}
+    orchestrator.client.create(head)
+    orchestrator.cancel(job_id, at_once=at_once)
+    assert api.objects["rayjobs", job_id]["spec"]["suspend"] is True
+    assert not orchestrator.status(job_id).over
+    orchestrator.client.delete("Pod", f"{job_id}-head")
+    api.set_status("rayjobs", job_id, jobDeploymentStatus="Suspended", jobStatus="")
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("cancelled", 137 if at_once else 130)
+
+
 def test_a_user_who_may_only_look_sees_the_jobs(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(SETTINGS)
     job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
@@ -524,7 +571,9 @@ def test_a_list_takes_one_request_for_each_kind(api: ApiServer) -> None:
         api.start_pod(job["metadata"]["name"])
     api.requests.clear()
     KubernetesOrchestrator().list()
-    assert [path for method, path in api.requests if method == "GET"].count("jobs") == 2, "owners, and once the helpers of all jobs"
+    assert [path for method, path in api.requests if method == "GET"].count("jobs") == 2, (
+        "owners, and once the helpers of all jobs"
+    )
 
 
 def test_a_job_that_is_over_can_be_removed(api: ApiServer) -> None:

@@ -245,14 +245,30 @@ def test_a_mount_that_fails_is_explained_by_its_event() -> None:
 
 def test_a_ray_job_has_the_state_that_its_operator_wrote() -> None:
     owner = copy.deepcopy(snapshot("succeeded").owner) | {"kind": "RayJob"}
+    said = "Job entrypoint command failed with exit code 2, last available logs (truncated to 20,000 chars):\nusage\nludus: no such key\n"
     for status, expected in (
-        ({"jobStatus": "SUCCEEDED"}, ("succeeded", 0, "")),
-        ({"jobStatus": "FAILED", "message": "the driver ended with 1"}, ("failed", 1, "the driver ended with 1")),
+        ({"jobStatus": "SUCCEEDED", "jobDeploymentStatus": "Complete"}, ("succeeded", 0, "")),
+        (
+            {"jobStatus": "FAILED", "jobDeploymentStatus": "Failed", "message": said},
+            ("failed", 2, "main-0 ended with code 2: ludus: no such key"),
+        ),
         ({"jobDeploymentStatus": "ValidationFailed", "message": "no entrypoint"}, ("failed", 1, "no entrypoint")),
     ):
         found = status_of(JobSnapshot(owner | {"status": status}))
         assert (found.state, found.exit_code, found.reason) == expected
-    assert status_of(JobSnapshot(owner | {"status": {"jobStatus": "RUNNING"}})).state == "pending"
+    for status in (
+        {"jobStatus": "RUNNING", "jobDeploymentStatus": "Running"},
+        {"jobStatus": "SUCCEEDED", "jobDeploymentStatus": "Running"},
+        {"jobStatus": "FAILED", "jobDeploymentStatus": "Retrying"},
+    ):
+        assert status_of(JobSnapshot(owner | {"status": status})).state == "pending", "the operator has not finished"
+    assert status_of(JobSnapshot(owner)).reason == "the KubeRay operator has not seen it yet"
+
+
+@pytest.mark.parametrize(("state", "expected"), [("Suspending", "pending"), ("Suspended", "cancelled"), ("", "cancelled")])
+def test_a_cancelled_ray_job_is_over_when_its_cluster_is_deleted(state: str, expected: str) -> None:
+    owner = with_owner(snapshot("succeeded"), [], {CANCELLED: "gracefully"}).owner | {"kind": "RayJob"}
+    assert status_of(JobSnapshot(owner | {"status": {"jobDeploymentStatus": state}})).state == expected
 
 
 def test_times_of_the_server_are_read() -> None:

@@ -133,7 +133,8 @@ class KubernetesOrchestrator:
             return
         self._ended.pop(job_id, None)
         annotations = {CANCELLED: NOW if at_once else GRACEFULLY, CANCELLED_AT: str(int(time.time()))}
-        self._client.patch(snapshot.owner["kind"], job_id, {"metadata": {"annotations": annotations}})
+        ending = {"spec": {"suspend": True}} if snapshot.is_ray_job else {}  # the operator then deletes its Ray cluster
+        self._client.patch(snapshot.owner["kind"], job_id, {"metadata": {"annotations": annotations}, **ending})
         if at_once:
             self._kill(snapshot)
         else:
@@ -313,11 +314,12 @@ class KubernetesOrchestrator:
         """Request the end of the main role. Its pod is not deleted: its exit code and its log are kept."""
         if snapshot.is_service:
             self._scale("Deployment", snapshot.id, 0)
+        if snapshot.owner["kind"] != "Job":
             return
         record, now = JobRecord.from_owner(snapshot.owner), time.time()
         pods = snapshot.pods_of(record.main)
         alive = [pod for pod in pods if not has_ended(pod, now)]
-        if not alive or not all([self._end_pod(pod, 0) for pod in alive]):
+        if not alive or not self._end_pods(alive, 0):
             self._patch_if_exists("Job", snapshot.id, {"spec": {"activeDeadlineSeconds": 1}})  # its pod has not started
             return
         due_s = record.grace_s + TERMINATION_MARGIN_S + _SLACK_S
@@ -347,7 +349,7 @@ class KubernetesOrchestrator:
         alive = [pod for pod in pods if not has_ended(pod, now)]
         if pods and not alive and not delay_s:
             self._patch_if_exists("Job", name, {"spec": {"activeDeadlineSeconds": 1}})  # keeps pods that have ended
-        elif not pods or not all([self._end_pod(pod, delay_s) for pod in alive]):
+        elif not pods or not self._end_pods(alive, delay_s):
             self._client.delete("Job", name)
         else:
             due_s = delay_s + JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S + _SLACK_S
@@ -375,6 +377,11 @@ class KubernetesOrchestrator:
                 # Not 0, by which a pod disappears before its processes have ended, unless its node does not answer.
                 due = seconds(pod["metadata"].get("deletionTimestamp"))
                 self._client.delete("Pod", pod["metadata"]["name"], grace_s=0 if 0 < due < time.time() - _LOST_S else 1)
+
+    def _end_pods(self, pods: Sequence[Manifest], delay_s: float) -> bool:
+        """End pods as `_end_pod` does; return whether that was possible for all of them."""
+        ended = [self._end_pod(pod, delay_s) for pod in pods]
+        return all(ended)
 
     def _end_pod(self, pod: Manifest, delay_s: float) -> bool:
         """Let the kubelet end a pod after a delay: SIGTERM, then SIGKILL after its grace period.
@@ -429,7 +436,7 @@ class KubernetesOrchestrator:
         events = [event for name in names for event in self._events(name)]
         return replace(snapshot, events=events, workloads=workloads)
 
-    def _workloads(self, job_id: str, missing: Mapping[str, Sequence[int]]) -> list[Manifest]:
+    def _workloads(self, job_id: str, missing: Mapping[str, Sequence[int]]) -> Sequence[Manifest]:
         """Return the objects that should have created the missing pods: those of the first few of each role. The owner is not one."""
         names = {
             objects.object_name(job_id, role, index)
@@ -524,7 +531,12 @@ def deadline_after(job: Manifest, delay_s: float, now: float) -> int:
 
 def _unfinished_spec(manifest: Manifest) -> dict[str, Any]:
     """Return what ends or stops an owner whose submission is not completed."""
-    return {"activeDeadlineSeconds": SUBMIT_S} if manifest["kind"] == "Job" else {"replicas": 0}
+    stops: Mapping[str, dict[str, Any]] = {
+        "Job": {"activeDeadlineSeconds": SUBMIT_S},
+        "Deployment": {"replicas": 0},
+        "RayJob": {"suspend": True},
+    }
+    return stops[manifest["kind"]]
 
 
 # -- places -------------------------------------------------------------------------------------------------------------------

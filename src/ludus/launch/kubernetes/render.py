@@ -33,7 +33,7 @@ def render_job(job: Job, settings: KubernetesSettings, identity: str, submitted_
     ttl_s = by_kind if settings.ttl_s is None else settings.ttl_s
     record = JobRecord.of(job, submitted_at, hosts=found.hosts, scaled=found.scaled, ttl_s=ttl_s)
     record = replace(record, processes={**record.processes, **found.extra_processes})
-    found.owner["metadata"]["annotations"] = {RECORD: record.to_json()}
+    found.owner["metadata"].setdefault("annotations", {})[RECORD] = record.to_json()
     return found
 
 

@@ -29,6 +29,11 @@ MainEnd = tuple[JobState, int, str]
 _PULL = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "RegistryUnavailable")
 _STARTING = ("ContainerCreating", "PodInitializing", "")
 _CRASH_LOOP = "CrashLoopBackOff"
+_RAY_ACTIVE = ("Initializing", "Running", "Waiting", "Suspending", "Retrying")
+_RAY_OVER = ("Complete", "Failed", "ValidationFailed")
+"""States of a RayJob's deployment. The state of Ray's own job may be ahead of them."""
+_RAY_EXIT = re.compile(r"exit code (-?\d+)")
+_LONGEST_LINE = 300
 _GONE_S = 60.0
 """Seconds after its grace period when a pod that is being deleted counts as gone: its node does not answer."""
 
@@ -89,7 +94,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Objects of a job at one time. `owner`: its Job or Deployment.
+    """Objects of a job at one time. `owner`: its Job, Deployment or RayJob.
 
     `workloads`: Jobs, Deployments and StatefulSets of roles that lack pods. `events`: of its pods, its owner and these.
     """
@@ -110,6 +115,10 @@ class JobSnapshot:
     @property
     def is_service(self) -> bool:
         return bool(self.owner["kind"] == "Deployment")
+
+    @property
+    def is_ray_job(self) -> bool:
+        return bool(self.owner["kind"] == "RayJob")
 
     def pods_of(self, role: str, index: int | None = None) -> list[Manifest]:
         """Return the pods of a role, or of one of its processes, oldest first."""
@@ -154,7 +163,7 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> MainEnd | 
     newest = pods[-1] if pods else None
     alive = [pod for pod in pods if not has_ended(pod, now)]
     if snapshot.cancelled:
-        if alive:
+        if alive or (snapshot.is_ray_job and _operator_state(snapshot.owner) in _RAY_ACTIVE):
             return None
         known = None if newest is None or _is_unknown(newest) else exit_code(newest)
         return (
@@ -164,7 +173,7 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> MainEnd | 
         )
     if snapshot.is_service:
         return None
-    if snapshot.owner["kind"] == "RayJob":
+    if snapshot.is_ray_job:
         return _ray_job_end(snapshot.owner)
     if condition := _condition(snapshot.owner, "Complete"):
         return "succeeded", 0, ""
@@ -189,7 +198,7 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> MainEnd | 
 def is_expired(snapshot: JobSnapshot, now: float) -> bool:
     """Return whether an owner is due to be deleted by a client: Kubernetes does that only with Jobs.
 
-    Those are services that were cancelled more than their `ttl_s` ago, and owners whose submission was not completed.
+    Those are services and RayJobs that ended more than their `ttl_s` ago, and owners whose submission was not completed.
     """
     if snapshot.owner["kind"] == "Job" or any(not has_ended(pod, now) for pod in snapshot.pods):
         return False
@@ -203,21 +212,36 @@ def is_expired(snapshot: JobSnapshot, now: float) -> bool:
 
 
 def _end_time(owner: Manifest) -> float:
-    """Return when an owner that is not a Job was cancelled; when it was created if that is not known."""
+    """Return when an owner that is not a Job was cancelled or ended; when it was created if that is not known."""
     metadata = owner["metadata"]
+    if ended := (owner.get("status") or {}).get("endTime"):
+        return seconds(ended)
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return float(metadata["annotations"][CANCELLED_AT])
     return seconds(metadata.get("creationTimestamp"))
 
 
 def _ray_job_end(owner: Manifest) -> MainEnd | None:
-    """Return how a RayJob ended, from what the operator wrote; it knows no exit code."""
-    status = owner.get("status") or {}
-    if status.get("jobStatus") == "SUCCEEDED":
+    """Return how a RayJob ended, from what the operator wrote. Ray's message has the exit code."""
+    status, state = owner.get("status") or {}, _operator_state(owner)
+    if state not in _RAY_OVER:
+        return None
+    if status.get("jobStatus") == "SUCCEEDED" and state == "Complete":
         return "succeeded", 0, ""
-    if status.get("jobStatus") in ("FAILED", "STOPPED") or status.get("jobDeploymentStatus") in ("Failed", "ValidationFailed"):
-        return "failed", 1, str(status.get("message") or status.get("reason") or status.get("jobStatus"))
-    return None
+    message = str(status.get("message") or status.get("reason") or status.get("jobStatus") or state)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    found = _RAY_EXIT.search(lines[0]) if lines else None
+    if found is None:
+        return "failed", 1, " ".join(lines)[:_LONGEST_LINE]
+    code = int(found[1])
+    code = 128 - code if code < 0 else code
+    last = f": {lines[-1][:_LONGEST_LINE]}" if len(lines) > 1 else ""
+    return "failed", code or 1, f"main-0 ended with code {code}{last}"
+
+
+def _operator_state(owner: Manifest) -> str:
+    """Return the state of a RayJob's deployment; "" before the operator has seen it."""
+    return str((owner.get("status") or {}).get("jobDeploymentStatus") or "")
 
 
 def _is_final(code: int, restart: RoleRestart, pod: Manifest) -> bool:
@@ -272,6 +296,9 @@ def _absence(owner: Manifest) -> str:
     """Return why the main role of a job has no pod yet."""
     if INCOMPLETE in (owner["metadata"].get("annotations") or {}):
         return "its submission is not complete"
+    if owner["kind"] == "RayJob":
+        state = _operator_state(owner)
+        return f"the KubeRay operator starts its Ray cluster ({state})" if state else "the KubeRay operator has not seen it yet"
     return "its pod is being created"
 
 
@@ -487,7 +514,7 @@ def _ended_reason(pod: Manifest) -> str:
     text = describe_exit(128 - code if code is not None and code > 128 and code != INTERRUPTED else code or 0)
     message = str(ended.get("message") or "")
     last = "" if message.startswith(EXIT_CODE) else next((line for line in reversed(message.splitlines()) if line.strip()), "")
-    return f"ended with {text}{': ' if last else ''}{last.strip()[:300]}"
+    return f"ended with {text}{': ' if last else ''}{last.strip()[:_LONGEST_LINE]}"
 
 
 def disrupted(pod: Manifest) -> bool:
