@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -179,6 +181,41 @@ def test_the_place_of_a_job_is_remembered(api: ApiServer) -> None:
     KubernetesOrchestrator(SETTINGS).submit(trial())
     KubernetesOrchestrator(SETTINGS).submit(trial())
     assert remembered_places() == [("test", "games")]
+
+
+def test_a_place_without_jobs_is_forgotten(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    orchestrator.list()
+    assert remembered_places() == [("test", "games")]
+    orchestrator.client.delete("Job", job_id)
+    api.failures["GET", "jobs"] = (500, "not now", 100)
+    with pytest.raises(WorkerFailed):
+        orchestrator.list()
+    assert remembered_places() == [("test", "games")], "an error says nothing about jobs"
+    api.failures.clear()
+    assert orchestrator.list() == []
+    assert remembered_places() == []
+
+
+def test_a_cluster_that_is_gone_delays_a_list_by_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "LIST_CONNECT_S", 0.2)
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):  # the queue is full: further connections are not answered, as by a machine that is gone
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        with running_api() as server:
+            config = server.write_kubeconfig(tmp_path / "config")
+            address = "http://{}:{}".format(*listener.getsockname())
+            config.write_text(config.read_text().replace(server.url, address))
+            monkeypatch.setenv("KUBECONFIG", str(config))
+            started = time.monotonic()
+            with pytest.raises(WorkerFailed, match="does not answer"):
+                KubernetesOrchestrator().list()
+            assert time.monotonic() - started < 5
 
 
 # -- looking ------------------------------------------------------------------------------------------------------------------

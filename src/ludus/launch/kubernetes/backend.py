@@ -60,6 +60,9 @@ DEADLINE_VERSION = (1, 22)
 SERVE_TOKEN, GAMECORE_TOKEN = "LUDUS_SERVE_TOKEN", "LUDUS_GAMECORE_TOKEN"
 """Variables with the tokens of services, where they are not to be generated."""
 
+LIST_CONNECT_S = 2.0
+"""Time limit of an attempt to connect for a list: `ludus jobs` asks all clusters that it remembers, which may be gone."""
+
 _OWNERS = ("Job", "Deployment", "RayJob")
 _MAX_CREDENTIALS = 100_000
 _POLL_S = 1.0
@@ -143,9 +146,9 @@ class KubernetesOrchestrator:
             self._stop_others(snapshot, delay_s, self._read_workloads(job_id))
 
     def list(self) -> list[JobStatus]:
-        """Return all jobs of the namespace, with one request for each kind of object.
+        """Return all jobs of the namespace, with one request for each kind of object. A cluster that is gone costs a few seconds.
 
-        It also ends what is left of jobs that are over, as far as this user may.
+        It also ends what is left of jobs that are over, as far as this user may, and forgets a place without jobs.
         """
         owners = [
             owner
@@ -153,6 +156,8 @@ class KubernetesOrchestrator:
             for owner in self._list(kind)
             if owner["metadata"]["name"] == owner["metadata"]["labels"].get(JOB)
         ]
+        if not owners:
+            forget_place(self._client.context, self._client.namespace)
         pods = self._list("Pod") if owners else []
         workloads = WorkloadReader(self._client, f"{objects.MANAGED_BY}={objects.LUDUS}")
         found = []
@@ -458,7 +463,7 @@ class KubernetesOrchestrator:
 
     def _list(self, kind: str) -> Sequence[Manifest]:
         try:
-            found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}")
+            found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}", connect_s=LIST_CONNECT_S)
         except UsageError:
             if kind != "RayJob":  # the operator may not be installed, or not be for this user
                 raise
@@ -545,11 +550,21 @@ def _unfinished_spec(manifest: Manifest) -> dict[str, Any]:
 def remember_place(context: str, namespace: str) -> None:
     """Store that this user has jobs there, so that `ludus jobs` asks this cluster without --on."""
     known = remembered_places()
+    if (context, namespace) not in known:
+        _write_places([*known, (context, namespace)])
+
+
+def forget_place(context: str, namespace: str) -> None:
+    """Store that there are no jobs any more."""
+    known = remembered_places()
     if (context, namespace) in known:
-        return
+        _write_places([place for place in known if place != (context, namespace)])
+
+
+def _write_places(places: Sequence[tuple[str, str]]) -> None:
     with contextlib.suppress(OSError, UsageError):  # it only saves an option later
         home = job_dir.make_private(job_dir.state_dir())
-        replace_json(home / _PLACES, [*map(list, known), [context, namespace]], mode=0o600)
+        replace_json(home / _PLACES, [*map(list, places)], mode=0o600)
 
 
 def remembered_places() -> list[tuple[str, str]]:
