@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,6 +200,24 @@ def test_signals_ignored_by_nohup_stay_ignored(tmp_path: Path) -> None:
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_handler_does_not_call_the_orchestrator(tmp_path: Path) -> None:
+    """It may have interrupted a request of the orchestrator's client, whose locks are then held."""
+    release = threading.Event()
+    calls: list[tuple[bool, bool]] = []
+
+    class Blocking(LocalOrchestrator):
+        def cancel(self, job_id: str, *, at_once: bool = False) -> None:
+            assert release.wait(10)
+            calls.append((threading.current_thread() is threading.main_thread(), at_once))
+
+    with cancel_on_signals(Blocking(tmp_path), "trial") as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGTERM, signal.SIGINT]
+        release.set()
+    assert calls == [(False, False), (False, True)]
 
 
 @needs_redis

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import secrets
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +19,11 @@ from ludus.errors import UnknownName, UsageError, WorkerFailed
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import backend as backend_module
 from ludus.launch.kubernetes import objects
-from ludus.launch.kubernetes.backend import SUBMIT_S, KubernetesOrchestrator, remembered_places
+from ludus.launch.kubernetes.backend import KubernetesOrchestrator, remembered_places
 from ludus.launch.kubernetes.plan import fleet_job, plan_kubernetes
 from ludus.launch.kubernetes.pod import MEMORY_HOST
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodImage, ScaleSettings, parse_storage
+from ludus.launch.kubernetes.status import SUBMIT_S
 from ludus.launch.planner import NodeRequest, RuntimeEnv
 from ludus.transport.message_stream import PASSWORD
 from tests.launch.kubernetes_api import ApiServer, container, running_api
@@ -44,6 +48,11 @@ def trial(*others: Role, restart: Any = "when-killed", secrets: tuple[str, ...] 
 def train(nodes: int = 1) -> Job:
     runtime = RuntimeEnv("python")
     return plan_kubernetes(["train", "CartPole-v1"], SETTINGS, environ={}, nodes=NodeRequest(nodes), runtime=runtime).job
+
+
+def service() -> Job:
+    words = ["serve", "s3://games/runs/best"]
+    return plan_kubernetes(words, SETTINGS, environ={}, nodes=NodeRequest(), runtime=RuntimeEnv("python")).job
 
 
 # -- submitting ---------------------------------------------------------------------------------------------------------------
@@ -162,9 +171,7 @@ def test_the_claim_of_the_runs_is_kept_and_used_again(api: ApiServer) -> None:
 
 def test_a_server_without_budgets_for_disruptions_gets_none(api: ApiServer) -> None:
     api.apis.discard("policy/v1")
-    runtime = RuntimeEnv("python")
-    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
-    job_id = KubernetesOrchestrator(SETTINGS).submit(job)
+    job_id = KubernetesOrchestrator(SETTINGS).submit(service())
     assert api.objects["deployments", job_id]["spec"]["replicas"] == 1
     assert api.all("poddisruptionbudgets") == []
 
@@ -174,6 +181,41 @@ def test_the_place_of_a_job_is_remembered(api: ApiServer) -> None:
     KubernetesOrchestrator(SETTINGS).submit(trial())
     KubernetesOrchestrator(SETTINGS).submit(trial())
     assert remembered_places() == [("test", "games")]
+
+
+def test_a_place_without_jobs_is_forgotten(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    orchestrator.list()
+    assert remembered_places() == [("test", "games")]
+    orchestrator.client.delete("Job", job_id)
+    api.failures["GET", "jobs"] = (500, "not now", 100)
+    with pytest.raises(WorkerFailed):
+        orchestrator.list()
+    assert remembered_places() == [("test", "games")], "an error says nothing about jobs"
+    api.failures.clear()
+    assert orchestrator.list() == []
+    assert remembered_places() == []
+
+
+def test_a_cluster_that_is_gone_delays_a_list_by_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "LIST_CONNECT_S", 0.2)
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):  # the queue is full: further connections are not answered, as by a machine that is gone
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        with running_api() as server:
+            config = server.write_kubeconfig(tmp_path / "config")
+            address = "http://{}:{}".format(*listener.getsockname())
+            config.write_text(config.read_text().replace(server.url, address))
+            monkeypatch.setenv("KUBECONFIG", str(config))
+            started = time.monotonic()
+            with pytest.raises(WorkerFailed, match="does not answer"):
+                KubernetesOrchestrator().list()
+            assert time.monotonic() - started < 5
 
 
 # -- looking ------------------------------------------------------------------------------------------------------------------
@@ -218,6 +260,54 @@ def test_events_explain_a_pod_that_does_not_start(api: ApiServer) -> None:
     assert orchestrator.status(job_id).reason == "its pod is being created", "events only explain"
 
 
+def test_a_quota_that_holds_back_other_roles_is_shown(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), 2)))
+    for name in (job_id, f"{job_id}-worker-0"):
+        api.start_pod(name)
+    message = 'Error creating: pods "x" is forbidden: exceeded quota: small'
+    event: dict[str, Any] = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e1"}, "reason": "FailedCreate"}
+    orchestrator.client.create({**event, "involvedObject": {"name": f"{job_id}-worker-1"}, "message": message})
+    status = orchestrator.status(job_id)
+    assert (status.state, status.reason) == (
+        "running",
+        "worker-1: the quota of the namespace does not allow its pod: exceeded quota: small",
+    )
+
+
+@pytest.mark.parametrize("fleet", [False, True])
+def test_a_quota_that_holds_back_a_deployment_is_shown(api: ApiServer, fleet: bool) -> None:
+    """The events are those of a ReplicaSet, whose name is not known; the Deployment has a condition."""
+    settings = replace(SETTINGS, scale=ScaleSettings(PodCount(2, 2)))
+    orchestrator = KubernetesOrchestrator(settings)
+    if fleet:
+        base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
+        job_id = orchestrator.submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
+        api.start_pod(job_id)
+        api.start_pod(f"{job_id}-worker", plural="deployments")
+    else:
+        job_id = orchestrator.submit(service())
+    condition = {"type": "ReplicaFailure", "status": "True", "message": 'pods "x" is forbidden: exceeded quota: small'}
+    api.set_status("deployments", f"{job_id}-worker" if fleet else job_id, conditions=[condition])
+    reason = "the quota of the namespace does not allow its pod: exceeded quota: small"
+    assert orchestrator.status(job_id).reason == (f"worker-1: {reason}" if fleet else reason)
+
+
+def test_a_user_without_the_role_for_ray_jobs_is_told_that_a_job_is_gone(api: ApiServer) -> None:
+    api.apis.add("ray.io/v1")
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 3)
+    assert orchestrator.status(job_id).exit_code == 3
+    orchestrator.client.delete("Job", job_id)
+    api.failures["GET", "rayjobs"] = (
+        403, 'rayjobs.ray.io is forbidden: User "alice" cannot get resource "rayjobs" in API group "ray.io" in the namespace "games"', 100,
+    )  # fmt: skip
+    assert orchestrator.status(job_id).exit_code == 3, "it was deleted by its TTL"
+    with pytest.raises(UnknownName):
+        KubernetesOrchestrator().status(job_id)
+
+
 # -- ending -------------------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +349,65 @@ def test_a_failed_main_role_is_not_started_again_by_a_server_without_failure_pol
     status = orchestrator.status(job_id)
     assert (status.state, status.exit_code) == ("failed", 2)
     assert status.reason == "main-0 ended with code 2: ludus: Unknown key 'lr'."
-    assert api.objects["jobs", job_id]["spec"]["backoffLimit"] == 0
+    assert api.objects["jobs", job_id]["spec"]["activeDeadlineSeconds"] == 1
+
+
+def test_a_job_that_has_succeeded_after_a_restart_is_not_ended_as_failed(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 0)
+    before = dict(api.objects["jobs", job_id]["spec"])
+    assert orchestrator.status(job_id).state == "succeeded"
+    assert api.objects["jobs", job_id]["spec"] == before, "its controller has not yet seen the end"
+
+
+def test_a_graceful_cancel_keeps_the_live_pod_of_a_job_with_failures(api: ApiServer) -> None:
+    """From 1.22 on, the controller deletes the live pod if there were more failures than the limit of the Job."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    for _ in range(2):
+        api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 1000))
+    api.set_status("jobs", job_id, failed=2, startTime=started)
+    main = api.start_pod(job_id)["metadata"]["name"]
+    api.requests.clear()
+    orchestrator.cancel(job_id)
+    spec = api.objects["jobs", job_id]["spec"]
+    assert spec["backoffLimit"] == 2, "not fewer than have failed, and the next failure is the last"
+    assert 1000 + 30 < spec["activeDeadlineSeconds"] < 1000 + 30 + 15 + 120, "if the limit is too high, this ends the Job"
+    assert api.objects["pods", main]["spec"]["activeDeadlineSeconds"] == 1
+    patches = [path for method, path in api.requests if method == "PATCH"]
+    assert patches.index(f"pods/{main}") < len(patches) - 1 - patches[::-1].index(f"jobs/{job_id}")
+
+
+def test_a_job_that_waits_for_its_next_pod_is_cancelled_at_once(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial())
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 137)
+    orchestrator.cancel(job_id)
+    assert api.objects["jobs", job_id]["spec"]["activeDeadlineSeconds"] == 1
+
+
+def test_a_graceful_cancel_keeps_helpers_that_were_restarted(api: ApiServer) -> None:
+    """With `OnFailure` the controller deletes a pod whose restarts reach the limit of its Job."""
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    main, helper = api.start_pod(job_id)["metadata"]["name"], f"{job_id}-worker-0"
+    pod = api.start_pod(helper)
+    worker = pod["metadata"]["name"]
+    api.set_status("pods", worker, containerStatuses=[container(pod, restarts=3, running={})])
+    limit = api.objects["jobs", helper]["spec"]["backoffLimit"]
+    orchestrator.cancel(job_id)
+    assert api.objects["jobs", helper]["spec"]["backoffLimit"] == limit, "main still saves"
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] > 30
+    assert api.objects["jobs", helper]["spec"]["activeDeadlineSeconds"] > 60
+    api.end_pod(main, 130)
+    KubernetesOrchestrator().status(job_id)
+    assert api.objects["pods", worker]["spec"]["activeDeadlineSeconds"] == 1
+    assert api.objects["jobs", helper]["spec"]["backoffLimit"] == 4
+    api.end_pod(worker, 143)
+    assert KubernetesOrchestrator().status(job_id).state == "cancelled"
 
 
 def test_a_killed_main_role_is_waited_for(api: ApiServer) -> None:
@@ -339,9 +487,7 @@ def test_workers_of_a_fleet_end_with_it(api: ApiServer) -> None:
 
 def test_a_service_runs_until_it_is_cancelled(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(replace(SETTINGS, scale=ScaleSettings(replicas=PodCount(2, 5))))
-    runtime = RuntimeEnv("python")
-    job = plan_kubernetes(["serve", "s3://games/runs/best"], SETTINGS, environ={}, nodes=NodeRequest(), runtime=runtime).job
-    job_id = orchestrator.submit(job)
+    job_id = orchestrator.submit(service())
     assert api.objects["deployments", job_id]["spec"]["replicas"] == 2
     assert orchestrator.status(job_id).state == "pending"
     pods = [api.start_pod(job_id, f"{job_id}-{n}", plural="deployments")["metadata"]["name"] for n in range(2)]
@@ -354,6 +500,117 @@ def test_a_service_runs_until_it_is_cancelled(api: ApiServer) -> None:
     assert orchestrator.status(job_id).state == "cancelled"
     orchestrator.remove(job_id)
     assert api.objects == {}
+
+
+@pytest.mark.parametrize("ttl_s", [0, 3600])
+def test_a_service_is_deleted_after_its_end(api: ApiServer, monkeypatch: pytest.MonkeyPatch, ttl_s: int) -> None:
+    """Kubernetes deletes finished Jobs only: the next client that looks deletes a service that was cancelled."""
+    orchestrator = KubernetesOrchestrator(replace(SETTINGS, ttl_s=ttl_s))
+    job_id = orchestrator.submit(service())
+    pod = api.start_pod(job_id, plural="deployments")["metadata"]["name"]
+    orchestrator.cancel(job_id)
+    assert orchestrator.status(job_id).state == "running"
+    del api.objects["pods", pod]
+    assert orchestrator.status(job_id).state == "cancelled"
+    if ttl_s:
+        assert KubernetesOrchestrator().status(job_id).state == "cancelled"
+        later = time.time() + ttl_s + 1
+        monkeypatch.setattr(time, "time", lambda: later)
+        KubernetesOrchestrator().list()
+    assert api.objects == {}
+    assert orchestrator.status(job_id).state == "cancelled"
+
+
+def test_a_service_whose_submission_was_killed_is_deleted(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    monkeypatch.setattr(orchestrator, "_start", lambda *_: None)  # as if it were killed before
+    job_id = orchestrator.submit(service())
+    assert KubernetesOrchestrator().status(job_id).reason == "its submission is not complete"
+    assert api.objects["deployments", job_id]["spec"]["replicas"] == 0
+    later = time.time() + SUBMIT_S + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    KubernetesOrchestrator().list()
+    assert api.objects == {}
+
+
+def ray_job(api: ApiServer) -> tuple[KubernetesOrchestrator, Job]:
+    api.apis.add("ray.io/v1")
+    return KubernetesOrchestrator(replace(SETTINGS, flavor="kuberay")), train(nodes=3)
+
+
+def test_a_ray_job_is_suspended_until_its_submission_is_complete(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator, job = ray_job(api)
+    start = orchestrator._start
+    seen: list[Any] = []
+
+    def observed(manifest: Any, owner: Any) -> None:
+        seen.extend(api.all("rayjobs"))
+        start(manifest, owner)
+
+    monkeypatch.setattr(orchestrator, "_start", observed)
+    job_id = orchestrator.submit(job)
+    assert seen[0]["spec"]["suspend"] is True
+    owner = api.objects["rayjobs", job_id]
+    assert "suspend" not in owner["spec"]
+    assert "replicas" not in owner["spec"], "it is no field of a RayJob"
+    assert objects.INCOMPLETE not in owner["metadata"]["annotations"]
+    assert {process.name for process in orchestrator.status(job_id).processes} == {"head-0", "ray-0", "ray-1", "main-0"}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_cancelled_ray_job_is_suspended(api: ApiServer, at_once: bool) -> None:
+    """The operator then deletes head, workers and submitter."""
+    orchestrator, job = ray_job(api)
+    job_id = orchestrator.submit(job)
+    api.set_status("rayjobs", job_id, jobDeploymentStatus="Running", jobStatus="RUNNING")
+    head = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **api.objects["rayjobs", job_id]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"],
+    }
+    head["metadata"] = {**head["metadata"], "name": f"{job_id}-head"}
+    orchestrator.client.create(head)
+    orchestrator.cancel(job_id, at_once=at_once)
+    assert api.objects["rayjobs", job_id]["spec"]["suspend"] is True
+    assert not orchestrator.status(job_id).over
+    orchestrator.client.delete("Pod", f"{job_id}-head")
+    api.set_status("rayjobs", job_id, jobDeploymentStatus="Suspended", jobStatus="")
+    status = orchestrator.status(job_id)
+    assert (status.state, status.exit_code) == ("cancelled", 137 if at_once else 130)
+
+
+def test_a_user_who_may_only_look_sees_the_jobs(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 2)
+    api.start_pod(f"{job_id}-worker-0")
+    for method in ("PATCH", "DELETE"):
+        for plural in ("jobs", "pods"):
+            api.failures[method, plural] = (403, f"{plural} is forbidden", 100)
+    viewer = KubernetesOrchestrator()
+    assert [status.reason for status in viewer.list()] == ["main-0 ended with code 2; waiting for the end of worker-0"]
+    assert viewer.status(job_id).state == "running"
+    with pytest.raises(UsageError, match="forbidden"):
+        viewer.cancel(job_id)
+
+
+def test_a_list_takes_one_request_for_each_kind(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    for _ in range(4):
+        job_id = orchestrator.submit(trial(Role("worker", ("true",))))
+        api.set_status("jobs", job_id, conditions=[{"type": "Complete", "status": "True"}])
+        for name in (job_id, f"{job_id}-worker-0"):
+            api.end_pod(api.start_pod(name)["metadata"]["name"], 0)
+    api.requests.clear()
+    assert [status.state for status in KubernetesOrchestrator().list()] == ["succeeded"] * 4
+    assert sorted(api.requests) == [("GET", "deployments"), ("GET", "jobs"), ("GET", "pods")], "nothing is left to be ended"
+    for job in api.all("jobs")[1::2]:
+        api.start_pod(job["metadata"]["name"])
+    api.requests.clear()
+    KubernetesOrchestrator().list()
+    assert [path for method, path in api.requests if method == "GET"].count("jobs") == 2, (
+        "owners, and once the helpers of all jobs"
+    )
 
 
 def test_a_job_that_is_over_can_be_removed(api: ApiServer) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from ludus.errors import UsageError
 from ludus.launch.cluster_file import ClusterConfig, load_cluster_file, open_backend, plan_command
 from ludus.launch.job import Job, Role
-from ludus.launch.kubernetes import objects
+from ludus.launch.kubernetes import objects, ray_cluster
 from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.client import KINDS
 from ludus.launch.kubernetes.objects import JobObjects, job_id
@@ -70,6 +73,11 @@ CASES: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     ),
     "helpers": ({"storage": "none", "nodes": 2}, ["fleet", "worker", "--memory", "redis://10.0.0.5", "--store", "s3://games/run"]),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def ray_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "installed_ray_version", lambda: "2.60.0")
 
 
 def config(name: str) -> tuple[ClusterConfig, list[str]]:
@@ -173,6 +181,48 @@ def test_a_pod_waits_for_all_that_it_uses_by_the_secret(name: str) -> None:
     assert all(at < secret for at, kind in enumerate(kinds) if kind in needed)
     for template in pod_templates(found.owner):
         assert any("secret" in volume for volume in template["spec"]["volumes"])
+
+
+def test_the_nodes_of_a_ray_job_get_secrets_and_files_and_the_operator_reaches_its_head() -> None:
+    found = job_objects("kuberay")
+    spec = found.owner["spec"]
+    cluster = spec["rayClusterSpec"]
+    assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"], cluster["rayVersion"]) == (0, 0, "2.60.0")
+    assert JobRecord.from_owner(found.owner).processes == {"head": 1, "ray": 2, "main": 1}
+    assert found.owner["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    head, node = cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]
+    for template in (head, node):
+        command = template["spec"]["containers"][0]["command"]
+        assert "ludus.launch.kubernetes.pod_process" in command, "it reads secrets and copies files"
+        assert "$KUBERAY_GEN_RAY_START_CMD" in command[-1]
+    submitter = spec["submitterPodTemplate"]["spec"]
+    assert submitter["restartPolicy"] == "Never", "a Job does not accept another"
+    assert "command" not in submitter["containers"][0], "that is the operator's"
+    policy = next(each for each in found.manifests if each["metadata"]["name"].endswith("head-operator"))
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 8265}]
+    assert rule["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/component": "kuberay-operator"}
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+
+
+def test_the_command_of_a_ray_job_survives_all_shells(tmp_path: Path) -> None:
+    """The operator puts the entrypoint into a script of bash, `ray job submit` joins its words, and the head gives the text to sh."""
+    words = ["a  b", "it's", '"', "$HOME", "*", "a;b", "two\nlines", "\\", ""]
+    joined = tmp_path / "joined.py"
+    joined.write_text("import subprocess, sys\nprint(subprocess.list2cmdline(sys.argv[1:]), end='')\n")
+    script = f"{sys.executable} {joined} {ray_cluster.RUN_ENTRYPOINT} ; true"
+    text = subprocess.run(["/bin/bash", "-ce", "--", script], check=True, capture_output=True, text=True).stdout
+    command = shlex.join([sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", *words])
+    environment = {ray_cluster.ENTRYPOINT: command}
+    done = subprocess.run(text, shell=True, env=environment, check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert json.loads(done.stdout) == words
+
+
+def test_a_ray_job_has_no_further_learners() -> None:
+    found = ClusterConfig().merge(on="kubernetes", image=IMAGE, storage=S3, nodes=3, learner_nodes=2, flavor="kuberay")
+    job = plan_command(found, ["train", "CartPole-v1"], {}).job
+    with pytest.raises(UsageError, match=r"'learner'.*flavor plain"):
+        render_job(job, found.kubernetes_settings(), "trial")
 
 
 def test_a_service_selects_pods_that_exist() -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from ludus.launch.job import JobStatus
 from ludus.launch.kubernetes.objects import CANCELLED, RECORD
-from ludus.launch.kubernetes.status import JobSnapshot, exit_code, has_ended, job_status, seconds
+from ludus.launch.kubernetes.status import (
+    JobSnapshot,
+    container_state,
+    exit_code,
+    has_ended,
+    job_container,
+    job_status,
+    restart_count,
+    seconds,
+)
 
 RECORDED = Path(__file__).parent / "recorded" / "kubernetes"
 NOW = seconds("2026-11-18T15:00:00Z")
@@ -153,6 +162,21 @@ def test_a_pod_on_a_lost_node_counts_as_gone_after_a_while() -> None:
     assert has_ended(pod, NOW + 61)
 
 
+def test_a_lost_node_is_named_with_what_to_do() -> None:
+    """A Job with a pod failure policy starts no other pod while the one of a dead node is terminating."""
+    found = with_owner(changed("succeeded", phase="Running", containerStatuses=[{"name": "main", "state": {"running": {}}}]), [])
+    pod = found.pods[-1]
+    pod["spec"]["nodeName"] = "node7"
+    pod["metadata"]["deletionTimestamp"] = "2026-11-18T14:59:30Z"
+    assert status_of(found).state == "running"
+    pod["metadata"]["deletionTimestamp"] = "2026-11-18T14:58:00Z"
+    status = status_of(found)
+    assert status.state == "pending"
+    assert status.reason == (
+        "main-0: its node node7 does not answer; delete the node or taint it node.kubernetes.io/out-of-service"
+    )
+
+
 def test_a_deleted_pod_has_ended_with_its_containers() -> None:
     found = changed("succeeded", phase="Running", containerStatuses=ended(0))
     pod = found.pods[-1]
@@ -194,6 +218,19 @@ def test_the_exit_code_of_a_role_that_must_not_be_restarted_is_in_its_message() 
     assert exit_code(changed("succeeded", containerStatuses=[]).pods[-1]) is None
 
 
+def test_the_state_of_a_pod_is_that_of_its_role_and_not_of_an_injected_proxy() -> None:
+    found = changed("failed", containerStatuses=[
+        {"name": "istio-proxy", "restartCount": 4, "state": {"running": {}}, "lastState": {}},
+        *ended(2, message="no such key"),
+    ])  # fmt: skip
+    pod = found.pods[-1]
+    pod["spec"]["containers"].insert(0, {"name": "istio-proxy", "image": "proxy"})
+    assert (exit_code(pod), restart_count(pod), "terminated" in container_state(pod)) == (2, 0, True)
+    assert job_container(pod)["name"] == "main"
+    pod["status"]["containerStatuses"] = pod["status"]["containerStatuses"][:1]
+    assert (exit_code(pod), container_state(pod)) == (None, {}), "the proxy has started and the role has not"
+
+
 def test_a_mount_that_fails_is_explained_by_its_event() -> None:
     waiting = [{"name": "main", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": {}}]
     found = with_owner(changed("succeeded", phase="Pending", containerStatuses=waiting), [])
@@ -208,14 +245,30 @@ def test_a_mount_that_fails_is_explained_by_its_event() -> None:
 
 def test_a_ray_job_has_the_state_that_its_operator_wrote() -> None:
     owner = copy.deepcopy(snapshot("succeeded").owner) | {"kind": "RayJob"}
+    said = "Job entrypoint command failed with exit code 2, last available logs (truncated to 20,000 chars):\nusage\nludus: no such key\n"
     for status, expected in (
-        ({"jobStatus": "SUCCEEDED"}, ("succeeded", 0, "")),
-        ({"jobStatus": "FAILED", "message": "the driver ended with 1"}, ("failed", 1, "the driver ended with 1")),
+        ({"jobStatus": "SUCCEEDED", "jobDeploymentStatus": "Complete"}, ("succeeded", 0, "")),
+        (
+            {"jobStatus": "FAILED", "jobDeploymentStatus": "Failed", "message": said},
+            ("failed", 2, "main-0 ended with code 2: ludus: no such key"),
+        ),
         ({"jobDeploymentStatus": "ValidationFailed", "message": "no entrypoint"}, ("failed", 1, "no entrypoint")),
     ):
         found = status_of(JobSnapshot(owner | {"status": status}))
         assert (found.state, found.exit_code, found.reason) == expected
-    assert status_of(JobSnapshot(owner | {"status": {"jobStatus": "RUNNING"}})).state == "pending"
+    for status in (
+        {"jobStatus": "RUNNING", "jobDeploymentStatus": "Running"},
+        {"jobStatus": "SUCCEEDED", "jobDeploymentStatus": "Running"},
+        {"jobStatus": "FAILED", "jobDeploymentStatus": "Retrying"},
+    ):
+        assert status_of(JobSnapshot(owner | {"status": status})).state == "pending", "the operator has not finished"
+    assert status_of(JobSnapshot(owner)).reason == "the KubeRay operator has not seen it yet"
+
+
+@pytest.mark.parametrize(("state", "expected"), [("Suspending", "pending"), ("Suspended", "cancelled"), ("", "cancelled")])
+def test_a_cancelled_ray_job_is_over_when_its_cluster_is_deleted(state: str, expected: str) -> None:
+    owner = with_owner(snapshot("succeeded"), [], {CANCELLED: "gracefully"}).owner | {"kind": "RayJob"}
+    assert status_of(JobSnapshot(owner | {"status": {"jobDeploymentStatus": state}})).state == expected
 
 
 def test_times_of_the_server_are_read() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def kill_waiting_launcher(lab: KubernetesLab) -> None:
     _cancel_job(lab, job_id)
 
 
+def cancel_service(lab: KubernetesLab) -> None:
+    """Cancel `ludus gamecore serve`, a Deployment, which the first command after its TTL deletes."""
+    job_id = lab.submit(lab.cluster_file(ttl_s=TTL_S), "gamecore", "serve", "--max-games", "1")
+    _cancel_job(lab, job_id)
+    time.sleep(TTL_S)
+    lab.ludus("jobs", "list", "--on", "kubernetes")
+
+
 def delete_main_object(lab: KubernetesLab) -> None:
     lab.rig.kubectl("delete", "job", _submit_and_train(lab), f"--namespace={lab.namespace}", "--wait=false")
 
@@ -98,6 +107,7 @@ ENDINGS: dict[str, Callable[[KubernetesLab], None]] = {
     "cancel while the pods start": cancel_while_it_starts,
     "kill -9 of `ludus submit` half way, then cancel": kill_submission,
     "kill -9 of `ludus submit --wait`, then cancel": kill_waiting_launcher,
+    "cancel of a service": cancel_service,
     "kubectl delete of the main object": delete_main_object,
     "loss of the main pod, then cancel": kill_main_pod,
 }

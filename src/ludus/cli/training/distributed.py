@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import NoReturn
 
@@ -43,6 +44,8 @@ MAX_FAILURES = 5
 
 _POLL_S = 1.0
 _END_S = 4 * GRACE_S
+_CANCEL_S = 60.0
+"""Time limit for a request to cancel the job that is under way when the command ends."""
 _TAIL = 2000
 
 Say = Callable[[str], None]
@@ -222,8 +225,12 @@ def follow(orchestrator: Orchestrator, job_id: str, say: Say, *, as_json: bool =
 
 @contextmanager
 def cancel_on_signals(orchestrator: Orchestrator, job_id: str) -> Iterator[list[int]]:
-    """Cancel the job on SIGINT, SIGTERM or SIGHUP, kill it on the second one; yields the list of signals received."""
+    """Cancel the job on SIGINT, SIGTERM or SIGHUP, kill it on the second one; yields the list of signals received.
+
+    A thread does it: a signal may interrupt a request of the orchestrator, whose client must not be called again from there.
+    """
     received: list[int] = []
+    requests: SimpleQueue[bool | None] = SimpleQueue()  # its `put` is reentrant
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -232,10 +239,25 @@ def cancel_on_signals(orchestrator: Orchestrator, job_id: str) -> Iterator[list[
             "killing the job" if again else "stopping the job; the learner saves a checkpoint (press Ctrl-C again to kill it)"
         )
         os.write(2, f"ludus: {message}\n".encode())  # print is not reentrant
-        orchestrator.cancel(job_id, at_once=again)
+        requests.put(again)
 
-    with handle_stop_signals(handle):
-        yield received
+    canceller = threading.Thread(target=_cancel_on_request, args=(orchestrator, job_id, requests), name="cancel", daemon=True)
+    canceller.start()
+    try:
+        with handle_stop_signals(handle):
+            yield received
+    finally:
+        requests.put(None)
+        canceller.join(_CANCEL_S)
+
+
+def _cancel_on_request(orchestrator: Orchestrator, job_id: str, requests: SimpleQueue[bool | None]) -> None:
+    """Cancel the job for each request, or kill it for True, until None."""
+    while (at_once := requests.get()) is not None:
+        try:
+            orchestrator.cancel(job_id, at_once=at_once)
+        except LudusError as error:
+            notify(f"the job could not be cancelled: {error}")
 
 
 def _monitor(orchestrator: Orchestrator, job_id: str, say: Say, stop: threading.Event, reasons: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Backend that runs jobs on Kubernetes. The record of a job is in the cluster: any machine with the kubeconfig can use it.
 
 The object of the main role, a Job or a Deployment, is created first and owns all others: Kubernetes deletes them with it. Pods have no
-access to the API. When the main role has ended, the other pods are ended by the next client that looks.
+access to the API. When the main role has ended, the other pods are ended by the next client that looks. It also deletes objects that
+Kubernetes itself does not: those of a service that was cancelled, and of one whose submission was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.client import KubernetesClient
 from ludus.launch.kubernetes.fleet import redis_configuration
-from ludus.launch.kubernetes.objects import CANCELLED, JOB, JobObjects, Manifest
+from ludus.launch.kubernetes.objects import CANCELLED, CANCELLED_AT, INCOMPLETE, JOB, ROLE, JobObjects, Manifest
 from ludus.launch.kubernetes.pod import TERMINATION_MARGIN_S
 from ludus.launch.kubernetes.pod_logs import JobLogReader
 from ludus.launch.kubernetes.render import render_job, to_files
@@ -35,13 +36,18 @@ from ludus.launch.kubernetes.settings import KubernetesSettings
 from ludus.launch.kubernetes.status import (
     GRACEFULLY,
     NOW,
+    SUBMIT_S,
     JobRecord,
     JobSnapshot,
+    MainEnd,
     container_state,
+    disrupted,
     final_status,
     has_ended,
+    is_expired,
     job_status,
     main_end,
+    missing_processes,
     pod_label,
     restart_count,
     seconds,
@@ -50,12 +56,12 @@ from ludus.transport.message_stream import PASSWORD
 
 log = logging.getLogger(__name__)
 
-SUBMIT_S = 300
-"""If a submission is killed half way, Kubernetes ends the job after this many seconds."""
-
 DEADLINE_VERSION = (1, 22)
 SERVE_TOKEN, GAMECORE_TOKEN = "LUDUS_SERVE_TOKEN", "LUDUS_GAMECORE_TOKEN"
 """Variables with the tokens of services, where they are not to be generated."""
+
+LIST_CONNECT_S = 2.0
+"""Time limit of an attempt to connect for a list: `ludus jobs` asks all clusters that it remembers, which may be gone."""
 
 _OWNERS = ("Job", "Deployment", "RayJob")
 _MAX_CREDENTIALS = 100_000
@@ -63,7 +69,13 @@ _POLL_S = 1.0
 _ATTEMPTS = 5
 _END_AGAIN_S = 30.0
 _LOST_S = 15.0
+_SLACK_S = 60.0
+"""Seconds beyond the time that a pod has for its end after which the controller ends its Job."""
+
 _PLACES = "kubernetes.json"
+_WORKLOADS = ("Job", "Deployment", "StatefulSet")
+_EXPLAINED = 3
+"""Pods of each role whose absence is explained; each takes a request."""
 _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -123,27 +135,36 @@ class KubernetesOrchestrator:
         if self._settle(snapshot).over:
             return
         self._ended.pop(job_id, None)
-        mark = {"metadata": {"annotations": {CANCELLED: NOW if at_once else GRACEFULLY}}}
-        self._client.patch(snapshot.owner["kind"], job_id, mark)
+        annotations = {CANCELLED: NOW if at_once else GRACEFULLY, CANCELLED_AT: str(int(time.time()))}
+        ending = {"spec": {"suspend": True}} if snapshot.is_ray_job else {}  # the operator then deletes its Ray cluster
+        self._client.patch(snapshot.owner["kind"], job_id, {"metadata": {"annotations": annotations}, **ending})
         if at_once:
             self._kill(snapshot)
         else:
             self._stop_main(snapshot)
-            self._stop_others(snapshot, JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S)
+            delay_s = JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S
+            self._stop_others(snapshot, delay_s, self._read_workloads(job_id))
 
     def list(self) -> list[JobStatus]:
-        """Return all jobs of the namespace, with one request for each kind of object."""
+        """Return all jobs of the namespace, with one request for each kind of object. A cluster that is gone costs a few seconds.
+
+        It also ends what is left of jobs that are over, as far as this user may, and forgets a place without jobs.
+        """
         owners = [
             owner
             for kind in _OWNERS
             for owner in self._list(kind)
             if owner["metadata"]["name"] == owner["metadata"]["labels"].get(JOB)
         ]
+        if not owners:
+            forget_place(self._client.context, self._client.namespace)
         pods = self._list("Pod") if owners else []
+        workloads = WorkloadReader(self._client, f"{objects.MANAGED_BY}={objects.LUDUS}")
         found = []
         for owner in owners:
             identity = owner["metadata"]["name"]
-            found.append(self._settle(JobSnapshot(owner, [pod for pod in pods if pod_label(pod, JOB) == identity])))
+            mine = [pod for pod in pods if pod_label(pod, JOB) == identity]
+            found.append(self._settle(JobSnapshot(owner, mine), workloads))
         return sorted(found, key=lambda status: (status.submitted_at, status.id))
 
     # -- beyond the protocol
@@ -164,7 +185,13 @@ class KubernetesOrchestrator:
 
     def _create_owner(self, manifest: Manifest) -> Manifest | None:
         """Create the owner; None if its name is taken."""
-        incomplete = {**manifest, "spec": {**manifest["spec"], **_unfinished_spec(manifest)}}
+        metadata = manifest["metadata"]
+        annotations = {**metadata.get("annotations", {}), INCOMPLETE: "true"}
+        incomplete = {
+            **manifest,
+            "metadata": {**metadata, "annotations": annotations},
+            "spec": {**manifest["spec"], **_unfinished_spec(manifest)},
+        }
         try:
             return self._client.create(incomplete)
         except UsageError as error:
@@ -222,7 +249,8 @@ class KubernetesOrchestrator:
     def _start(self, manifest: Manifest, owner: Manifest) -> None:
         """Undo what would have ended an incomplete job."""
         complete = {key: manifest["spec"].get(key) for key in _unfinished_spec(manifest)}
-        now = self._client.patch(owner["kind"], owner["metadata"]["name"], {"spec": complete})
+        changes = {"metadata": {"annotations": {INCOMPLETE: None}}, "spec": complete}
+        now = self._client.patch(owner["kind"], owner["metadata"]["name"], changes)
         if (now["metadata"].get("annotations") or {}).get(CANCELLED):  # by another process, before everything existed
             raise UsageError(f"The job {owner['metadata']['name']} was cancelled while it was submitted.")
 
@@ -242,25 +270,43 @@ class KubernetesOrchestrator:
 
     # -- ending
 
-    def _settle(self, snapshot: JobSnapshot) -> JobStatus:
-        """Return the status of a job; if its main role has ended, end its other pods."""
+    def _settle(self, snapshot: JobSnapshot, workloads: WorkloadReader | None = None) -> JobStatus:
+        """Return the status of a job; if its main role has ended, end its other pods, as far as this user may."""
         now = time.time()
         status = job_status(snapshot, self._client.namespace, now)
-        record = JobRecord.from_owner(snapshot.owner)
-        end = main_end(snapshot, record, now)
+        end = main_end(snapshot, JobRecord.from_owner(snapshot.owner), now)
         if end is not None:
             self._final[snapshot.id] = final_status(status, end)
-        if end is not None and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
+        if (end is not None or is_expired(snapshot, now)) and now - self._ended.get(snapshot.id, 0.0) > _END_AGAIN_S:
             self._ended[snapshot.id] = now
-            self._finish_owner(snapshot)
-            self._stop_others(snapshot, 0)
+            try:
+                self._finish(snapshot, end, workloads or self._read_workloads(snapshot.id))
+            except UsageError as error:  # a user who may only look
+                log.info("what is left of %s is not ended: %s", snapshot.id, error)
         return status
 
-    def _finish_owner(self, snapshot: JobSnapshot) -> None:
-        """Keep a server without pod failure policies from starting a failed main role again."""
+    def _finish(self, snapshot: JobSnapshot, end: MainEnd | None, workloads: WorkloadReader) -> None:
+        """End or delete what is left of a job whose main role has ended, or whose submission was not completed."""
+        now = time.time()
+        if is_expired(snapshot, now):
+            self._client.delete(snapshot.owner["kind"], snapshot.id)
+            return
+        if end is None:
+            return
+        self._finish_owner(snapshot, end)
+        main = JobRecord.from_owner(snapshot.owner).main
+        if any(not has_ended(pod, now) for pod in snapshot.pods if pod_label(pod, ROLE) != main):
+            self._stop_others(snapshot, 0, workloads)
+
+    def _read_workloads(self, job_id: str) -> WorkloadReader:
+        return WorkloadReader(self._client, objects.selector(job_id))
+
+    def _finish_owner(self, snapshot: JobSnapshot, end: MainEnd) -> None:
+        """Keep a server without pod failure policies from starting a main role again that has failed, or was cancelled."""
         conditions = (snapshot.owner.get("status") or {}).get("conditions") or ()
-        if snapshot.owner["kind"] == "Job" and not any(each.get("type") in ("Complete", "Failed") for each in conditions):
-            self._patch_if_exists("Job", snapshot.id, {"spec": {"backoffLimit": 0}})
+        finished = any(each.get("type") in ("Complete", "Failed") for each in conditions)
+        if snapshot.owner["kind"] == "Job" and end[0] != "succeeded" and not finished:
+            self._patch_if_exists("Job", snapshot.id, {"spec": {"activeDeadlineSeconds": 1}})
 
     def _keeps_pods(self) -> bool:
         """Whether a pod that is ended by a deadline reports its exit code. Kubelets before 1.22 report nothing after the deadline."""
@@ -273,36 +319,53 @@ class KubernetesOrchestrator:
         """Request the end of the main role. Its pod is not deleted: its exit code and its log are kept."""
         if snapshot.is_service:
             self._scale("Deployment", snapshot.id, 0)
+        if snapshot.owner["kind"] != "Job":
             return
-        self._patch_if_exists("Job", snapshot.id, {"spec": {"backoffLimit": 0}})
-        main = JobRecord.from_owner(snapshot.owner).main
-        started = [self._end_pod(pod, 0) for pod in snapshot.pods_of(main)]
-        if not started or not all(started):
+        record, now = JobRecord.from_owner(snapshot.owner), time.time()
+        pods = snapshot.pods_of(record.main)
+        alive = [pod for pod in pods if not has_ended(pod, now)]
+        if not alive or not self._end_pods(alive, 0):
             self._patch_if_exists("Job", snapshot.id, {"spec": {"activeDeadlineSeconds": 1}})  # its pod has not started
+            return
+        due_s = record.grace_s + TERMINATION_MARGIN_S + _SLACK_S
+        self._limit_job(snapshot.owner, pods, due_s)
 
-    def _stop_others(self, snapshot: JobSnapshot, delay_s: float) -> None:
+    def _stop_others(self, snapshot: JobSnapshot, delay_s: float, workloads: WorkloadReader) -> None:
         """End all pods that are not those of the main role, after a delay. Pods of Jobs are kept, for their logs."""
-        selected = objects.selector(snapshot.id)
         main = JobRecord.from_owner(snapshot.owner).main
-        for job in self._client.list("Job", selected):
-            name = job["metadata"]["name"]
-            if name == snapshot.id or (job.get("status") or {}).get("conditions"):
-                continue
-            self._patch_if_exists("Job", name, {"spec": {"backoffLimit": 0}})
-            pods = [pod for pod in snapshot.pods if pod_label(pod, "job-name") == name]
-            if pods and delay_s and not self._keeps_pods():
-                continue  # the next client ends it, after main
-            started = [self._end_pod(pod, delay_s) for pod in pods]
-            if not started or not all(started):
-                self._client.delete("Job", name)
+        for job in workloads.read("Job", snapshot.id):
+            if job["metadata"]["name"] != snapshot.id and not (job.get("status") or {}).get("conditions"):
+                self._stop_job(job, snapshot, delay_s)
         if set(JobRecord.from_owner(snapshot.owner).processes) == {main} and not snapshot.is_service:
             return
-        for autoscaler in self._client.list("HorizontalPodAutoscaler", selected):
+        for autoscaler in workloads.read("HorizontalPodAutoscaler", snapshot.id):
             self._client.delete("HorizontalPodAutoscaler", autoscaler["metadata"]["name"])
         for kind in ("Deployment", *(("StatefulSet",) if not delay_s else ())):
-            for workload in self._client.list(kind, selected):
+            for workload in workloads.read(kind, snapshot.id):
                 if workload["spec"].get("replicas", 1) and workload["metadata"]["name"] != snapshot.id:
                     self._scale(kind, workload["metadata"]["name"], 0)
+
+    def _stop_job(self, job: Manifest, snapshot: JobSnapshot, delay_s: float) -> None:
+        """End the Job of a process that is not main, after a delay. Its number of retries is kept until then: main may still need it."""
+        name, now = job["metadata"]["name"], time.time()
+        pods = [pod for pod in snapshot.pods if pod_label(pod, "job-name") == name]
+        if pods and delay_s and not self._keeps_pods():
+            return  # the next client ends it, after main
+        alive = [pod for pod in pods if not has_ended(pod, now)]
+        if pods and not alive and not delay_s:
+            self._patch_if_exists("Job", name, {"spec": {"activeDeadlineSeconds": 1}})  # keeps pods that have ended
+        elif not pods or not self._end_pods(alive, delay_s):
+            self._client.delete("Job", name)
+        else:
+            due_s = delay_s + JobRecord.from_owner(snapshot.owner).grace_s + TERMINATION_MARGIN_S + _SLACK_S
+            self._limit_job(job, pods, due_s, retries=delay_s > 0)
+
+    def _limit_job(self, job: Manifest, pods: Sequence[Manifest], due_s: float, *, retries: bool = False) -> None:
+        """Keep a Job whose pods are ending from starting others. `due_s`: from now, after which it ends in any case."""
+        limits: dict[str, Any] = {"activeDeadlineSeconds": deadline_after(job, due_s, time.time())}
+        if not retries:
+            limits["backoffLimit"] = last_backoff_limit(job, pods)
+        self._patch_if_exists("Job", job["metadata"]["name"], {"spec": limits})
 
     def _kill(self, snapshot: JobSnapshot) -> None:
         """Kill all pods of a job."""
@@ -319,6 +382,11 @@ class KubernetesOrchestrator:
                 # Not 0, by which a pod disappears before its processes have ended, unless its node does not answer.
                 due = seconds(pod["metadata"].get("deletionTimestamp"))
                 self._client.delete("Pod", pod["metadata"]["name"], grace_s=0 if 0 < due < time.time() - _LOST_S else 1)
+
+    def _end_pods(self, pods: Sequence[Manifest], delay_s: float) -> bool:
+        """End pods as `_end_pod` does; return whether that was possible for all of them."""
+        ended = [self._end_pod(pod, delay_s) for pod in pods]
+        return all(ended)
 
     def _end_pod(self, pod: Manifest, delay_s: float) -> bool:
         """Let the kubelet end a pod after a delay: SIGTERM, then SIGKILL after its grace period.
@@ -346,22 +414,45 @@ class KubernetesOrchestrator:
     # -- reading
 
     def _owner(self, job_id: str) -> Manifest:
-        if _ID.fullmatch(job_id):
-            for kind in _OWNERS:
-                with contextlib.suppress(UnknownName):
-                    found = self._client.get(kind, job_id)
-                    if (found["metadata"].get("labels") or {}).get(JOB) == job_id:
-                        return found | {"kind": kind}
+        for kind in _OWNERS if _ID.fullmatch(job_id) else ():
+            try:
+                found = self._client.get(kind, job_id)
+            except UnknownName:
+                continue
+            except UsageError:
+                if kind != "RayJob":  # the operator may not be installed, or not be for this user
+                    raise
+                continue
+            if (found["metadata"].get("labels") or {}).get(JOB) == job_id:
+                return found | {"kind": kind}
         raise UnknownName(f"There is no job {job_id!r} of Kubernetes in the namespace {self._client.namespace}.")
 
     def _snapshot(self, job_id: str) -> JobSnapshot:
         owner = self._owner(job_id)
         pods = self._client.list("Pod", objects.selector(job_id))
         snapshot = JobSnapshot(owner, pods)
-        if any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods) or not pods:
-            events = [*self._events(job_id), *(event for pod in pods for event in self._events(pod["metadata"]["name"]))]
-            return replace(snapshot, events=events)
-        return snapshot
+        record = JobRecord.from_owner(owner)
+        missing = {} if main_end(snapshot, record, time.time()) else missing_processes(snapshot, record)
+        workloads = self._workloads(job_id, missing) if missing else []
+        waiting = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"]
+        names = [each["metadata"]["name"] for each in (*workloads, *waiting)]
+        if waiting or not pods or record.main in missing:
+            names.insert(0, job_id)
+        events = [event for name in names for event in self._events(name)]
+        return replace(snapshot, events=events, workloads=workloads)
+
+    def _workloads(self, job_id: str, missing: Mapping[str, Sequence[int]]) -> Sequence[Manifest]:
+        """Return the objects that should have created the missing pods: those of the first few of each role. The owner is not one."""
+        names = {
+            objects.object_name(job_id, role, index)
+            for role, indices in missing.items()
+            for index in (None, *indices[:_EXPLAINED])
+        }
+        found: list[Manifest] = []
+        for kind in _WORKLOADS:
+            with contextlib.suppress(UsageError):  # they only explain; the user may not be allowed to read them
+                found += self._client.list(kind, objects.selector(job_id))
+        return [each for each in found if each["metadata"]["name"] in names]
 
     def _events(self, name: str) -> Sequence[Manifest]:
         try:
@@ -372,7 +463,7 @@ class KubernetesOrchestrator:
 
     def _list(self, kind: str) -> Sequence[Manifest]:
         try:
-            found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}")
+            found = self._client.list(kind, f"{objects.MANAGED_BY}={objects.LUDUS}", connect_s=LIST_CONNECT_S)
         except UsageError:
             if kind != "RayJob":  # the operator may not be installed, or not be for this user
                 raise
@@ -404,9 +495,53 @@ class KubernetesOrchestrator:
                 time.sleep(_POLL_S)
 
 
+class WorkloadReader:
+    """Reads the objects of one job or of all, each kind once. `selector`: their labels."""
+
+    def __init__(self, client: KubernetesClient, selector: str) -> None:
+        self._client, self._selector = client, selector
+        self._found: dict[str, Sequence[Manifest]] = {}
+
+    def read(self, kind: str, job_id: str) -> list[Manifest]:
+        """Return the objects of a kind that belong to a job."""
+        if kind not in self._found:
+            self._found[kind] = self._client.list(kind, self._selector)
+        return [each for each in self._found[kind] if pod_label(each, JOB) == job_id]
+
+
+# -- limits of Jobs -----------------------------------------------------------------------------------------------------------
+
+
+def last_backoff_limit(job: Manifest, pods: Sequence[Manifest]) -> int:
+    """Return the lowest number of retries with which the controller lets the live pods of a Job end by themselves.
+
+    Controllers from 1.22 on delete them at once, with exit code and log, if there were more failures, or as many restarts by the kubelet.
+    """
+    status, policy = job.get("status") or {}, "podFailurePolicy" in job["spec"]
+    failed = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed" and not (policy and disrupted(pod))]
+    restarts = sum(
+        int(container.get("restartCount", 0))
+        for pod in pods
+        for container in (pod.get("status") or {}).get("containerStatuses") or ()
+        if pod not in failed
+    )
+    return max(int(status.get("failed") or 0), len(failed), restarts + 1 if restarts else 0)
+
+
+def deadline_after(job: Manifest, delay_s: float, now: float) -> int:
+    """Return the `activeDeadlineSeconds` by which a Job ends `delay_s` from now: it counts from its start."""
+    started = (job.get("status") or {}).get("startTime") or job["metadata"].get("creationTimestamp")
+    return max(1, int(now - seconds(started) + delay_s))
+
+
 def _unfinished_spec(manifest: Manifest) -> dict[str, Any]:
     """Return what ends or stops an owner whose submission is not completed."""
-    return {"activeDeadlineSeconds": SUBMIT_S} if manifest["kind"] == "Job" else {"replicas": 0}
+    stops: Mapping[str, dict[str, Any]] = {
+        "Job": {"activeDeadlineSeconds": SUBMIT_S},
+        "Deployment": {"replicas": 0},
+        "RayJob": {"suspend": True},
+    }
+    return stops[manifest["kind"]]
 
 
 # -- places -------------------------------------------------------------------------------------------------------------------
@@ -415,11 +550,21 @@ def _unfinished_spec(manifest: Manifest) -> dict[str, Any]:
 def remember_place(context: str, namespace: str) -> None:
     """Store that this user has jobs there, so that `ludus jobs` asks this cluster without --on."""
     known = remembered_places()
+    if (context, namespace) not in known:
+        _write_places([*known, (context, namespace)])
+
+
+def forget_place(context: str, namespace: str) -> None:
+    """Store that there are no jobs any more."""
+    known = remembered_places()
     if (context, namespace) in known:
-        return
+        _write_places([place for place in known if place != (context, namespace)])
+
+
+def _write_places(places: Sequence[tuple[str, str]]) -> None:
     with contextlib.suppress(OSError, UsageError):  # it only saves an option later
         home = job_dir.make_private(job_dir.state_dir())
-        replace_json(home / _PLACES, [*map(list, known), [context, namespace]], mode=0o600)
+        replace_json(home / _PLACES, [*map(list, places)], mode=0o600)
 
 
 def remembered_places() -> list[tuple[str, str]]:

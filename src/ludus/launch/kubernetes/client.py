@@ -114,12 +114,12 @@ class KubernetesClient:
         """Raises UnknownName."""
         return self._json("GET", KINDS[kind].path(self.namespace, name), "get", f"{kind} {name}")
 
-    def list(self, kind: str, selector: str = "", fields: str = "") -> list[Manifest]:
-        """Return the objects with these labels and fields."""
+    def list(self, kind: str, selector: str = "", fields: str = "", *, connect_s: float = CONNECT_S) -> list[Manifest]:
+        """Return the objects with these labels and fields. `connect_s`: time limit of each attempt to connect."""
         query = {"labelSelector": selector, "fieldSelector": fields, "limit": str(_PAGE)}
         found: list[Manifest] = []
         while True:
-            page = self._json("GET", KINDS[kind].path(self.namespace), "list", f"{kind}s", query=query)
+            page = self._json("GET", KINDS[kind].path(self.namespace), "list", f"{kind}s", query=query, connect_s=connect_s)
             found += page.get("items") or []
             more = (page.get("metadata") or {}).get("continue")
             if not more:
@@ -197,6 +197,7 @@ class KubernetesClient:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
         content_type: str = "application/json",
+        connect_s: float = CONNECT_S,
     ) -> bytes:
         self._connect()
         from kubernetes.client.exceptions import ApiException
@@ -211,7 +212,7 @@ class KubernetesClient:
                 header_params={"Accept": "application/json, */*"},
                 content_type=content_type,
                 serialize=False,
-                _request_timeout=(CONNECT_S, ANSWER_S),
+                _request_timeout=(connect_s, ANSWER_S),
             )
             return bytes(answer.data)
         except ApiException as error:
@@ -239,7 +240,7 @@ class KubernetesClient:
         configuration = client.Configuration()
         # Reads are repeated by urllib3. Writes are repeated only if no connection was made, since they may have happened.
         configuration.retries = Retry(
-            total=3, connect=3, read=2, backoff_factor=0.3, status_forcelist=_TRANSIENT, raise_on_status=False
+            total=3, connect=1, read=2, backoff_factor=0.3, status_forcelist=_TRANSIENT, raise_on_status=False
         )
         files = [path for path in os.environ.get("KUBECONFIG", "").split(os.pathsep) if path] or [
             str(Path.home() / ".kube/config")

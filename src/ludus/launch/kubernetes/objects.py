@@ -26,6 +26,10 @@ RECORD = "ludus.dev/record"
 """Annotation of the owner with the `JobRecord` as JSON."""
 CANCELLED = "ludus.dev/cancelled"
 """Annotation of the owner once it is cancelled: `gracefully` or `now`."""
+CANCELLED_AT = "ludus.dev/cancelled-at"
+"""Annotation of the owner with the time of the last cancellation, in seconds since 1970."""
+INCOMPLETE = "ludus.dev/incomplete"
+"""Annotation of the owner until all other objects exist."""
 
 TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
     "token",
@@ -212,13 +216,15 @@ def network_policy(
     }
     found = [_policy(identity, role, identity, spec)]
     for name, port in open_ports:
-        opened: Manifest = {
-            "podSelector": {"matchLabels": {JOB: identity, ROLE: name}},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"ports": [{"protocol": "TCP", "port": port}]}],
-        }
-        found.append(_policy(object_name(identity, f"{name}-open"), name, identity, opened))
+        found += ingress_policy(identity, name, "open", {"ports": [{"protocol": "TCP", "port": port}]})
     return found
+
+
+def ingress_policy(identity: str, role: str, suffix: str, ingress: Manifest) -> list[Manifest]:
+    """Return the policy ID-ROLE-SUFFIX, by which others reach the pods of a role."""
+    selector = {"matchLabels": {JOB: identity, ROLE: role}}
+    spec: Manifest = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": [ingress]}
+    return [_policy(object_name(identity, f"{role}-{suffix}"), role, identity, spec)]
 
 
 def _policy(name: str, role: str, identity: str, spec: Manifest) -> Manifest:

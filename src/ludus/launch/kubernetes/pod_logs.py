@@ -15,6 +15,7 @@ from ludus.launch.kubernetes.status import (
     JobRecord,
     JobSnapshot,
     container_state,
+    job_container,
     pod_label,
     process_name,
     restart_count,
@@ -86,7 +87,7 @@ class JobLogReader:
 
     def _pod_lines(self, pod: Manifest) -> Iterator[str]:
         """Return new lines of a pod's container, after those of the instance that the kubelet has restarted."""
-        name, container = str(pod["metadata"]["name"]), str(pod["spec"]["containers"][0]["name"])
+        name, container = str(pod["metadata"]["name"]), str(job_container(pod)["name"])
         restarts = restart_count(pod)
         cursor = self._cursors.setdefault(name, LogCursor())
         if restarts > cursor.restarts:

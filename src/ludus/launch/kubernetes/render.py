@@ -29,10 +29,11 @@ def render_job(job: Job, settings: KubernetesSettings, identity: str, submitted_
     """Return the objects of a job. Raises UsageError if the settings are invalid."""
     check_settings(settings)
     found = gamecore.add_server(_render_shape(job, settings, identity), job, settings, identity)
-    ttl_s = int(found.owner["spec"].get("ttlSecondsAfterFinished", one_pod.ALONE_TTL_S))
+    by_kind = found.owner["spec"]["ttlSecondsAfterFinished"] if found.owner["kind"] == "Job" else one_pod.ALONE_TTL_S
+    ttl_s = by_kind if settings.ttl_s is None else settings.ttl_s
     record = JobRecord.of(job, submitted_at, hosts=found.hosts, scaled=found.scaled, ttl_s=ttl_s)
     record = replace(record, processes={**record.processes, **found.extra_processes})
-    found.owner["metadata"]["annotations"] = {RECORD: record.to_json()}
+    found.owner["metadata"].setdefault("annotations", {})[RECORD] = record.to_json()
     return found
 
 

@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import Any
 
 from ludus.launch.job import Job, JobState, JobStatus, ProcessState, ProcessStatus, RoleRestart
-from ludus.launch.kubernetes.objects import CANCELLED, INDEX, JOB, RECORD, ROLE, Manifest
-from ludus.launch.kubernetes.pod import KILLED_CODES
+from ludus.launch.kubernetes.objects import CANCELLED, CANCELLED_AT, INCOMPLETE, INDEX, JOB, RECORD, ROLE, Manifest
+from ludus.launch.kubernetes.pod import KILLED_CODES, container_name
 from ludus.launch.kubernetes.pod_process import EXIT_CODE
 from ludus.process.children import describe_exit
 
@@ -20,11 +20,25 @@ INTERRUPTED, KILLED = 130, 137
 NOW, GRACEFULLY = "now", "gracefully"
 """Values of the annotation `CANCELLED`."""
 
+SUBMIT_S = 300
+"""Seconds after which a job whose submission was killed half way is ended."""
+
+MainEnd = tuple[JobState, int, str]
+"""How a main role ended: state, exit code, reason."""
+
 _PULL = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "RegistryUnavailable")
 _STARTING = ("ContainerCreating", "PodInitializing", "")
 _CRASH_LOOP = "CrashLoopBackOff"
+_RAY_ACTIVE = ("Initializing", "Running", "Waiting", "Suspending", "Retrying")
+_RAY_OVER = ("Complete", "Failed", "ValidationFailed")
+"""States of a RayJob's deployment. The state of Ray's own job may be ahead of them."""
+_RAY_EXIT = re.compile(r"exit code (-?\d+)")
+_LONGEST_LINE = 300
 _GONE_S = 60.0
 """Seconds after its grace period when a pod that is being deleted counts as gone: its node does not answer."""
+
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""Taint by which an administrator tells that a node is off, so that its pods are removed."""
 
 _EVENTS = ("FailedMount", "FailedAttachVolume", "FailedCreate", "FailedCreatePodSandBox", "ProvisioningFailed")
 """Reasons of events that explain why a pod does not start."""
@@ -80,11 +94,15 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Objects of a job at one time. `owner`: its Job or Deployment. `events`: of its pods and its owner."""
+    """Objects of a job at one time. `owner`: its Job, Deployment or RayJob.
+
+    `workloads`: Jobs, Deployments and StatefulSets of roles that lack pods. `events`: of its pods, its owner and these.
+    """
 
     owner: Manifest
     pods: Sequence[Manifest] = ()
     events: Sequence[Manifest] = ()
+    workloads: Sequence[Manifest] = ()
 
     @property
     def id(self) -> str:
@@ -97,6 +115,10 @@ class JobSnapshot:
     @property
     def is_service(self) -> bool:
         return bool(self.owner["kind"] == "Deployment")
+
+    @property
+    def is_ray_job(self) -> bool:
+        return bool(self.owner["kind"] == "RayJob")
 
     def pods_of(self, role: str, index: int | None = None) -> list[Manifest]:
         """Return the pods of a role, or of one of its processes, oldest first."""
@@ -119,7 +141,7 @@ def job_status(snapshot: JobSnapshot, namespace: str, now: float) -> JobStatus:
     status = JobStatus(snapshot.id, record.name, "pending", None, processes, "", logs, record.submitted_at, record.place)
     end = main_end(snapshot, record, now)
     if end is None:
-        return _unfinished(status, snapshot, record)
+        return _unfinished(status, snapshot, record, now)
     *_, reason = end
     active = sorted({process.name for process in processes if process.state != "ended"})
     if active:
@@ -128,20 +150,20 @@ def job_status(snapshot: JobSnapshot, namespace: str, now: float) -> JobStatus:
     return final_status(status, end)
 
 
-def final_status(status: JobStatus, end: tuple[JobState, int, str]) -> JobStatus:
+def final_status(status: JobStatus, end: MainEnd) -> JobStatus:
     """Return the status of a job whose main role has ended so, when all its other pods are gone."""
     state, code, reason = end
     processes = tuple(replace(process, state="ended") for process in status.processes)
     return replace(status, state=state, exit_code=code, reason=reason, processes=processes)
 
 
-def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobState, int, str] | None:
+def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> MainEnd | None:
     """Return how the main role ended for good: state, exit code and reason; None while it runs, or may be started again."""
     pods = snapshot.pods_of(record.main)
     newest = pods[-1] if pods else None
     alive = [pod for pod in pods if not has_ended(pod, now)]
     if snapshot.cancelled:
-        if alive:
+        if alive or (snapshot.is_ray_job and _operator_state(snapshot.owner) in _RAY_ACTIVE):
             return None
         known = None if newest is None or _is_unknown(newest) else exit_code(newest)
         return (
@@ -151,7 +173,7 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
         )
     if snapshot.is_service:
         return None
-    if snapshot.owner["kind"] == "RayJob":
+    if snapshot.is_ray_job:
         return _ray_job_end(snapshot.owner)
     if condition := _condition(snapshot.owner, "Complete"):
         return "succeeded", 0, ""
@@ -173,14 +195,53 @@ def main_end(snapshot: JobSnapshot, record: JobRecord, now: float) -> tuple[JobS
     return "failed", code, _end_reason(newest, record.main)
 
 
-def _ray_job_end(owner: Manifest) -> tuple[JobState, int, str] | None:
-    """Return how a RayJob ended, from what the operator wrote; it knows no exit code."""
-    status = owner.get("status") or {}
-    if status.get("jobStatus") == "SUCCEEDED":
+def is_expired(snapshot: JobSnapshot, now: float) -> bool:
+    """Return whether an owner is due to be deleted by a client: Kubernetes does that only with Jobs.
+
+    Those are services and RayJobs that ended more than their `ttl_s` ago, and owners whose submission was not completed.
+    """
+    if snapshot.owner["kind"] == "Job" or any(not has_ended(pod, now) for pod in snapshot.pods):
+        return False
+    metadata, record = snapshot.owner["metadata"], JobRecord.from_owner(snapshot.owner)
+    annotations = metadata.get("annotations") or {}
+    if INCOMPLETE in annotations:
+        return now > record.submitted_at + SUBMIT_S
+    if main_end(snapshot, record, now) is None:
+        return False
+    return now >= _end_time(snapshot.owner) + record.ttl_s
+
+
+def _end_time(owner: Manifest) -> float:
+    """Return when an owner that is not a Job was cancelled or ended; when it was created if that is not known."""
+    metadata = owner["metadata"]
+    if ended := (owner.get("status") or {}).get("endTime"):
+        return seconds(ended)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return float(metadata["annotations"][CANCELLED_AT])
+    return seconds(metadata.get("creationTimestamp"))
+
+
+def _ray_job_end(owner: Manifest) -> MainEnd | None:
+    """Return how a RayJob ended, from what the operator wrote. Ray's message has the exit code."""
+    status, state = owner.get("status") or {}, _operator_state(owner)
+    if state not in _RAY_OVER:
+        return None
+    if status.get("jobStatus") == "SUCCEEDED" and state == "Complete":
         return "succeeded", 0, ""
-    if status.get("jobStatus") in ("FAILED", "STOPPED") or status.get("jobDeploymentStatus") in ("Failed", "ValidationFailed"):
-        return "failed", 1, str(status.get("message") or status.get("reason") or status.get("jobStatus"))
-    return None
+    message = str(status.get("message") or status.get("reason") or status.get("jobStatus") or state)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    found = _RAY_EXIT.search(lines[0]) if lines else None
+    if found is None:
+        return "failed", 1, " ".join(lines)[:_LONGEST_LINE]
+    code = int(found[1])
+    code = 128 - code if code < 0 else code
+    last = f": {lines[-1][:_LONGEST_LINE]}" if len(lines) > 1 else ""
+    return "failed", code or 1, f"main-0 ended with code {code}{last}"
+
+
+def _operator_state(owner: Manifest) -> str:
+    """Return the state of a RayJob's deployment; "" before the operator has seen it."""
+    return str((owner.get("status") or {}).get("jobDeploymentStatus") or "")
 
 
 def _is_final(code: int, restart: RoleRestart, pod: Manifest) -> bool:
@@ -190,31 +251,71 @@ def _is_final(code: int, restart: RoleRestart, pod: Manifest) -> bool:
     return restart == "when-killed" and code not in KILLED_CODES and not _disruption(pod)
 
 
-def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord) -> JobStatus:
+def _unfinished(status: JobStatus, snapshot: JobSnapshot, record: JobRecord, now: float) -> JobStatus:
     mains = [process for process in status.processes if process.role == record.main]
     running = any(process.state == "running" for process in mains)
-    problems = _problems(snapshot, record)
+    problems = _problems(snapshot, record, now)
     if snapshot.cancelled:
         problems = ["it is being cancelled", *problems]
     elif not running:
         pods = snapshot.pods_of(record.main)
         if not pods:
-            problems = [_creation_problem(snapshot) or "its pod is being created", *problems]
+            problems = [_creation_problem(snapshot, record.main) or _absence(snapshot.owner), *problems]
         ended = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
         if ended and not snapshot.is_service:
             problems = [f"{_end_reason(ended[-1], record.main)}; it is started again", *problems]
     return replace(status, state="running" if running else "pending", reason="; ".join(problems))
 
 
-def _creation_problem(snapshot: JobSnapshot) -> str:
-    """Return why the controller could not create a pod: a quota, an admission controller, a missing service account."""
-    messages = [str(event.get("message", "")) for event in snapshot.events if event.get("reason") == "FailedCreate"]
-    if not messages:
+def missing_processes(snapshot: JobSnapshot, record: JobRecord) -> dict[str, list[int]]:
+    """Return role → indices of its processes without a pod; those in a container of another process are not counted."""
+    found: dict[str, list[int]] = {}
+    for role, count in record.processes.items():
+        indices = [index for index in range(count) if f"{role}-{index}" not in record.hosts]
+        pods = snapshot.pods_of(role)
+        if role in record.scaled or (pods and not pod_label(pods[0], INDEX)):
+            missing = indices[len(pods) :]
+        else:
+            missing = [index for index in indices if not snapshot.pods_of(role, index)]
+        if missing:
+            found[role] = missing
+    return found
+
+
+def _creation_problem(snapshot: JobSnapshot, role: str) -> str:
+    """Return why the controller could not create a pod of a role: a quota, an admission controller, a missing service account."""
+    message = _creation_message(snapshot, role)
+    if not message:
         return ""
-    last = messages[-1]
-    if "exceeded quota" in last:
-        return f"the quota of the namespace does not allow its pod: {_after_forbidden(last)}"
-    return f"its pod cannot be created: {_after_forbidden(last)}"
+    if "exceeded quota" in message:
+        return f"the quota of the namespace does not allow its pod: {_after_forbidden(message)}"
+    return f"its pod cannot be created: {_after_forbidden(message)}"
+
+
+def _absence(owner: Manifest) -> str:
+    """Return why the main role of a job has no pod yet."""
+    if INCOMPLETE in (owner["metadata"].get("annotations") or {}):
+        return "its submission is not complete"
+    if owner["kind"] == "RayJob":
+        state = _operator_state(owner)
+        return f"the KubeRay operator starts its Ray cluster ({state})" if state else "the KubeRay operator has not seen it yet"
+    return "its pod is being created"
+
+
+def _creation_message(snapshot: JobSnapshot, role: str) -> str:
+    """Return the message of the last event of a role's objects, or of the condition by which a Deployment reports it."""
+    owners = [snapshot.owner, *snapshot.workloads]
+    mine = [owner for owner in owners if pod_label(owner, ROLE) == role]
+    for owner in mine:
+        if condition := _condition(owner, "ReplicaFailure"):
+            return str(condition.get("message") or condition.get("reason"))
+    names = [str(owner["metadata"]["name"]) for owner in mine]
+    messages = [
+        str(event.get("message", ""))
+        for event in snapshot.events
+        if event.get("reason") == "FailedCreate" and (event.get("involvedObject") or {}).get("name") in names
+    ]
+    return messages[-1] if messages else ""
 
 
 def _after_forbidden(message: str) -> str:
@@ -222,15 +323,18 @@ def _after_forbidden(message: str) -> str:
     return message.partition(" is forbidden: ")[2] or message.removeprefix("Error creating: ")
 
 
-def _problems(snapshot: JobSnapshot, record: JobRecord) -> list[str]:
-    """Return a sentence for each pod that does not start or keeps failing; equal ones once."""
+def _problems(snapshot: JobSnapshot, record: JobRecord, now: float) -> list[str]:
+    """Return a sentence for each pod that does not start, keeps failing or does not answer; equal ones once."""
     found: dict[str, list[str]] = {}
+    for role, indices in missing_processes(snapshot, record).items():
+        if role != record.main and (problem := _creation_problem(snapshot, role)):
+            found.setdefault(problem, []).extend(f"{role}-{index}" for index in indices)
     for role in record.processes:
         pods = snapshot.pods_of(role)
         for number, pod in enumerate(pods):
             newest = not any(pod_label(later, INDEX) == pod_label(pod, INDEX) for later in pods[number + 1 :])
             if newest or role in record.scaled:
-                problem = pod_problem(pod, snapshot.events)
+                problem = pod_problem(pod, snapshot.events, now)
                 if problem:
                     found.setdefault(problem, []).append(process_name(pod))
     return [f"{_some(names)}: {problem}" for problem, names in found.items()]
@@ -291,10 +395,21 @@ def _process_state(pod: Manifest, now: float) -> ProcessState:
     return "pending"
 
 
+def _is_lost(pod: Manifest, now: float) -> bool:
+    """Return whether a pod has been deleted and its kubelet does not confirm it. Such a pod stays until its Node object is deleted.
+
+    From 1.29 on, a Job with a pod failure policy starts no other pod before.
+    """
+    deleted = pod["metadata"].get("deletionTimestamp")  # includes the grace period
+    states = [each.get("state") or {} for each in (pod.get("status") or {}).get("containerStatuses") or ()]
+    ended = bool(states) and all("terminated" in state for state in states)
+    return bool(deleted) and now > seconds(deleted) + _GONE_S and bool(pod["spec"].get("nodeName")) and not ended
+
+
 def has_ended(pod: Manifest, now: float) -> bool:
     """Return whether all containers of a pod have ended for good. The phase alone may be ahead of them."""
     metadata, status = pod["metadata"], pod.get("status") or {}
-    if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:  # includes the grace period
+    if (deleted := metadata.get("deletionTimestamp")) and now > seconds(deleted) + _GONE_S:
         return True
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
     if metadata.get("deletionTimestamp") and states and all("terminated" in state for state in states):
@@ -336,23 +451,34 @@ def container_state(pod: Manifest) -> Mapping[str, Any]:
     return found
 
 
+def job_container(pod: Manifest) -> Mapping[str, Any]:
+    """Return the container of the pod's role. Others may have been injected before or after it, such as a proxy of a service mesh."""
+    found: Sequence[Mapping[str, Any]] = pod["spec"]["containers"]
+    name = container_name(pod_label(pod, ROLE))
+    return next((each for each in found if each["name"] == name), found[0])
+
+
 def _container_status(pod: Manifest) -> Mapping[str, Any]:
     found: Sequence[Mapping[str, Any]] = (pod.get("status") or {}).get("containerStatuses") or ()
-    return found[0] if found else {}
+    name = job_container(pod)["name"]
+    return next((each for each in found if each["name"] == name), {})
 
 
-def pod_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
+def pod_problem(pod: Manifest, events: Sequence[Manifest], now: float) -> str:
     """Return why a pod does not run, or will not for long; "" if it does."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Failed", "Succeeded"):
         return ""
+    if _is_lost(pod, now):
+        where = pod["spec"].get("nodeName") or "its node"
+        return f"its node {where} does not answer; delete the node or taint it {OUT_OF_SERVICE}"
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"no node can run it: {condition.get('message') or condition.get('reason')}"
     waiting = container_state(pod).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _PULL:
-        return f"its image {pod['spec']['containers'][0]['image']} cannot be pulled: {message or reason}"
+        return f"its image {job_container(pod)['image']} cannot be pulled: {message or reason}"
     if reason == _CRASH_LOOP:
         return f"it keeps failing and is restarted with growing delays ({_ended_reason(pod)})"
     if reason not in _STARTING:
@@ -371,7 +497,7 @@ def _event_problem(pod: Manifest, events: Sequence[Manifest]) -> str:
 
 
 def _end_reason(pod: Manifest, role: str) -> str:
-    return f"{role}-0: {disrupted}" if (disrupted := _disruption(pod)) else f"{role}-0 {_ended_reason(pod)}"
+    return f"{role}-0: {why}" if (why := _disruption(pod)) else f"{role}-0 {_ended_reason(pod)}"
 
 
 def _ended_reason(pod: Manifest) -> str:
@@ -380,7 +506,7 @@ def _ended_reason(pod: Manifest) -> str:
     if ended is None:
         return str((pod.get("status") or {}).get("message") or (pod.get("status") or {}).get("reason") or "it ended")
     if ended.get("reason") == "OOMKilled":
-        limit = ((pod["spec"]["containers"][0].get("resources") or {}).get("limits") or {}).get("memory", "")
+        limit = ((job_container(pod).get("resources") or {}).get("limits") or {}).get("memory", "")
         return f"used more memory than its limit of {limit} and was killed (OOMKilled)"
     code = exit_code(pod)
     if ended.get("reason") in ("ContainerCannotRun", "StartError"):
@@ -388,7 +514,12 @@ def _ended_reason(pod: Manifest) -> str:
     text = describe_exit(128 - code if code is not None and code > 128 and code != INTERRUPTED else code or 0)
     message = str(ended.get("message") or "")
     last = "" if message.startswith(EXIT_CODE) else next((line for line in reversed(message.splitlines()) if line.strip()), "")
-    return f"ended with {text}{': ' if last else ''}{last.strip()[:300]}"
+    return f"ended with {text}{': ' if last else ''}{last.strip()[:_LONGEST_LINE]}"
+
+
+def disrupted(pod: Manifest) -> bool:
+    """Return whether the cluster has ended a pod, which a pod failure policy does not count as a failure."""
+    return _condition(pod, "DisruptionTarget") is not None
 
 
 def _disruption(pod: Manifest) -> str:
