@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     "one-pod": ({"storage": S3}, ["train", "CartPole-v1", "--stop", "timesteps=100000"]),
     "one-pod-full": (FULL, ["train", "CartPole-v1"]),
     "ray": ({"nodes": 3, "learner_nodes": 2, "min_nodes": 2, "storage": "pvc:runs"}, ["train", "CartPole-v1", "--num-workers", "auto"]),
+    "tune": ({"nodes": 2, "storage": "new:20Gi"}, ["tune", "CartPole-v1", "--num-samples", "4"]),
     "kuberay": ({"nodes": 3, "storage": "pvc:runs", "flavor": "kuberay"}, ["train", "CartPole-v1", "--num-workers", "auto"]),
     "fleet": ({"workers": 3, "storage": S3, "worker_cpus": 1.5}, ["fleet", "learner", "CartPole-v1"]),
     "fleet-scaled": (
@@ -173,6 +174,15 @@ def test_a_pod_waits_for_all_that_it_uses_by_the_secret(name: str) -> None:
     assert all(at < secret for at, kind in enumerate(kinds) if kind in needed)
     for template in pod_templates(found.owner):
         assert any("secret" in volume for volume in template["spec"]["volumes"])
+
+
+def test_all_nodes_of_a_sweep_mount_its_directory_and_those_of_a_training_do_not() -> None:
+    """Trials run on any node, and write below the directory of the sweep."""
+    for name, mounting in (("tune", [True, True]), ("ray", [True, False, False])):
+        found = [template["spec"] for manifest in job_objects(name).manifests for template in pod_templates(manifest)]
+        assert ["runs" in {volume["name"] for volume in spec["volumes"]} for spec in found] == mounting
+    volume = {"name": "runs", "persistentVolumeClaim": {"claimName": "tune-cartpole-v1-runs"}}
+    assert all(volume in manifest["spec"]["template"]["spec"]["volumes"] for manifest in job_objects("tune").manifests if manifest["kind"] == "Job")  # fmt: skip
 
 
 def test_a_service_selects_pods_that_exist() -> None:
@@ -327,7 +337,8 @@ def test_the_catalogue_of_games_is_sent_to_the_gamecore_server(tmp_path: Path) -
         ({}, ["train", "CartPole-v1"], "lost with its pod.*--storage none"),
         ({"storage": "s4://x"}, ["train", "CartPole-v1"], "not a place for runs"),
         ({"storage": "pvc:Runs"}, ["train", "CartPole-v1"], "not a place for runs"),
-        ({"storage": S3}, ["tune", "CartPole-v1"], "sweep needs a directory"),
+        ({"storage": S3}, ["tune", "CartPole-v1"], "sweep needs a directory.*not S3"),
+        ({"storage": "none", "nodes": 2}, ["tune", "CartPole-v1"], "sweep needs a directory.*not one of each pod"),
         ({"storage": S3, "workers": 3}, ["train", "CartPole-v1"], "no workers in other pods.*--nodes"),
         ({"workers": "3-2", "storage": S3}, ["fleet", "learner", "CartPole-v1"], "not a number of pods"),
         ({"workers": 3}, ["fleet", "learner", "CartPole-v1"], "place for its run"),

@@ -42,7 +42,7 @@ def plan_kubernetes(
             "--workers is for `fleet learner`; train and tune use --nodes, serve uses --replicas.",
         )
     if command.words[0] in ("train", "tune"):
-        command = _with_run_storage(command, settings.storage, storage_given)
+        command = _with_run_storage(command, settings.storage, storage_given, nodes.count)
     elif command.words[0] == "serve":
         command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", serve.TOKEN_FILE)
         drain_s = float(command.value("--drain-s") or serve.DRAIN_S)
@@ -102,7 +102,7 @@ def _place(storage: RunStorage) -> str:
     return storage.url or (f"pvc:{storage.claim}" if storage.claim else "")
 
 
-def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool) -> CommandLine:
+def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool, nodes: int) -> CommandLine:
     if command.value(*_LOCAL_DIR) is not None or command.value("--resume") is not None:
         return command
     if not given:
@@ -110,9 +110,10 @@ def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool) ->
             "The run would be lost with its pod: no storage is given.",
             "Add --storage s3://BUCKET/PREFIX, pvc:NAME, new:50Gi or nfs:SERVER:/PATH; --storage none if the run may be lost.",
         )
-    if command.words[0] == "tune" and storage.url:
+    if command.words[0] == "tune" and (storage.url or (nodes > 1 and not storage.is_volume)):
         raise UsageError(
-            "A sweep needs a directory that its processes share, not S3.", "Use --storage pvc:NAME, new:50Gi or nfs:SERVER:/PATH."
+            f"A sweep needs a directory that its processes share, not {'S3' if storage.url else 'one of each pod'}.",
+            "Use --storage pvc:NAME, new:50Gi or nfs:SERVER:/PATH.",
         )
     return command.with_default("--local-dir", storage.url or RUNS)
 

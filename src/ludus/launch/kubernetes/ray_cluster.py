@@ -26,8 +26,8 @@ LEAVE_S = 1800
 RAY_JOB_API = "ray.io/v1"
 
 
-def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
-    """Return the objects of a job with its own Ray cluster."""
+def render_objects(job: Job, settings: KubernetesSettings, identity: str, *, nodes_write_runs: bool = False) -> JobObjects:
+    """Return the objects of a job with its own Ray cluster. `nodes_write_runs`: whether all nodes, not only the first, write runs."""
     if settings.flavor == "kuberay":
         return _render_ray_job(job, settings, identity)
     main = next(role for role in job.roles if role.name == job.main)
@@ -41,7 +41,12 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     for node in range(1, job.nodes):
         (first, index), *others = processes_at(job, node)
         worker = RolePod(
-            _leaving(first), index, tuple(others), _node_environment(job, node), {HEAD_HOST: HEAD_KEY}, needs_runs=False
+            _leaving(first),
+            index,
+            tuple(others),
+            _node_environment(job, node),
+            {HEAD_HOST: HEAD_KEY},
+            needs_runs=nodes_write_runs,
         )
         found.append(pod.process_job(worker, job, settings, identity))
         hosts |= {f"{role.name}-{at}": f"{first.name}-{index}" for role, at in others}

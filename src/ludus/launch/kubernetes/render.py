@@ -46,7 +46,8 @@ def _render_shape(job: Job, settings: KubernetesSettings, identity: str) -> JobO
     if fleet.is_fleet(job):
         return fleet.render_objects(job, settings, identity)
     if job.ray:
-        return ray_cluster.render_objects(job, settings, identity)
+        # Trials run on any node and write below the directory of the sweep; the workers of a training write nothing.
+        return ray_cluster.render_objects(job, settings, identity, nodes_write_runs=command.words[:1] == ("tune",))
     return one_pod.render_objects(job, settings, identity)
 
 
