@@ -10,7 +10,8 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.one_pod import HELPED_TTL_S
-from ludus.launch.kubernetes.pod import ENV_SECRETS, MEMORY_HOST, SECRETS, RolePod
+from ludus.launch.kubernetes.pod import MEMORY_HOST, SECRETS, RolePod
+from ludus.launch.kubernetes.pod_process import ENV_SECRETS
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodResources, parse_quantity
 from ludus.transport.message_stream import PASSWORD
 

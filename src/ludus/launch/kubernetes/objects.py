@@ -14,6 +14,7 @@ import yaml
 
 from ludus.errors import UsageError
 from ludus.launch.job import Job
+from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, RunStorage
 
 Manifest = dict[str, Any]

@@ -16,6 +16,7 @@ from typing import Any
 from ludus.launch.job import Job, Role, RoleRestart
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.pod_process import ENV_SECRETS
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodResources, RunStorage
 from ludus.process import job_env
 from ludus.storage.s3_url import S3Url
@@ -23,8 +24,6 @@ from ludus.storage.s3_url import S3Url
 USER = 10001
 GAMECORE_PORT, GAMECORE_HOST_KEY = 23432, "gamecore"
 WORK, RUNS, FILES, SECRETS = "/workspace", "/runs", "/etc/ludus/files", "/etc/ludus/secrets"
-ENV_SECRETS = "env"
-"""Folder of SECRETS whose files are environment variables of the roles."""
 MODULE = "ludus.launch.kubernetes.pod_process"
 POD_IP, MEMORY_HOST, GAMECORE_HOST, HEAD_HOST = "LUDUS_POD_IP", "LUDUS_MEMORY_HOST", "LUDUS_GAMECORE_HOST", "LUDUS_HEAD_HOST"
 REFERENCES = (POD_IP, MEMORY_HOST, GAMECORE_HOST, HEAD_HOST)
