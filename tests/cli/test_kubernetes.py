@@ -30,7 +30,9 @@ def test_a_dry_run_prints_a_stream_of_documents(call: Call, api: ApiServer) -> N
     done = call(*SUBMIT, "--storage", "s3://games/runs", "--dry-run", *TRAIN)
     assert done.code == 0
     kinds = [document["kind"] for document in yaml.safe_load_all(done.out)]
-    assert kinds == ["Job", "NetworkPolicy", "Secret"]
+    assert kinds == ["Job", "NetworkPolicy"]
+    assert "#   kubectl create secret generic" in done.out
+    assert [line for line in done.out.splitlines() if "replace-me" in line and not line.startswith("#")] == []
     assert api.requests == [], "no cluster is needed"
 
 
@@ -42,8 +44,10 @@ def test_rendered_files_go_to_a_directory(call: Call, api: ApiServer, tmp_path: 
     files = sorted(Path("out").iterdir())
     assert sorted(done.out.split()) == [str(path) for path in files]
     kustomization = yaml.safe_load((Path("out") / "kustomization.yaml").read_text())
-    assert {path.name for path in files} - {*kustomization["resources"], "kustomization.yaml"} == {"secret-fleet-learner.yaml"}
-    assert "kubectl apply -k out" in done.err
+    assert {path.name for path in files} - {*kustomization["resources"], "kustomization.yaml"} == {"secret.yaml.example"}
+    assert "as secret.yaml.example says; then: kubectl apply -k out" in done.err
+    done = call(*SUBMIT, "--storage", "new:5Gi", "--render", "with volume", *TRAIN)
+    assert "kubectl apply -f 'with volume/persistentvolumeclaim-train-cartpole-v1-runs.yaml'" in done.err
     assert call("submit", "--render", "out", *TRAIN).code == 2
     assert api.requests == []
 

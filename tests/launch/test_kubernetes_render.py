@@ -23,7 +23,7 @@ from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.client import KINDS
 from ludus.launch.kubernetes.objects import JobObjects, job_id
 from ludus.launch.kubernetes.pod import escape
-from ludus.launch.kubernetes.render import join_documents, render_job
+from ludus.launch.kubernetes.render import SECRET_EXAMPLE, join_documents, render_job, to_files
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodImage
 from ludus.launch.kubernetes.status import JobRecord
 from ludus.transport.message_stream import PASSWORD
@@ -210,12 +210,41 @@ def test_no_secret_is_rendered(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert set(job.secrets) == set(environ)
     files = open_backend(found, words).render(job)
     assert SECRET not in "".join(files.values())
-    secret = next(text for file, text in files.items() if file.startswith("secret-"))
+    secret = files[SECRET_EXAMPLE]
     assert "kubectl create secret generic" in secret
     keys = yaml.safe_load(secret)["stringData"]
     assert {*environ, objects.TOKEN, objects.CREDENTIALS} <= keys.keys()
     assert all("replace-me" in value for value in keys.values())
-    assert not any(file.startswith("secret-") for file in yaml.safe_load(files["kustomization.yaml"])["resources"])
+    assert not any("secret" in file for file in yaml.safe_load(files["kustomization.yaml"])["resources"])
+
+
+def test_no_file_that_kubectl_reads_contains_a_secret() -> None:
+    """`kubectl apply -f DIR` reads yaml, yml and json. A service would accept a token that everybody knows."""
+    for name in CASES:
+        files = to_files(job_objects(name))
+        read = [yaml.safe_load(text) for file, text in files.items() if file.endswith((".yaml", ".yml", ".json"))]
+        assert "Secret" not in {manifest["kind"] for manifest in read}
+        assert yaml.safe_load(files[SECRET_EXAMPLE])["kind"] == "Secret"
+
+
+def test_deleting_the_rendered_objects_keeps_the_runs() -> None:
+    files = to_files(job_objects("tune"))
+    claim = "persistentvolumeclaim-tune-cartpole-v1-runs.yaml"
+    assert claim not in yaml.safe_load(files["kustomization.yaml"])["resources"]
+    assert f"kubectl apply -f {claim}" in files[claim]
+    annotations = yaml.safe_load(files[claim])["metadata"]["annotations"]
+    assert annotations["argocd.argoproj.io/sync-options"] == "Delete=false,Prune=false"
+    assert "all but the Secret and the volume of the runs" in files["job-tune-cartpole-v1.yaml"]
+    redis = to_files(job_objects("fleet"))
+    resources = yaml.safe_load(redis["kustomization.yaml"])["resources"]
+    assert "persistentvolumeclaim-fleet-learner-memory.yaml" in resources, "it is deleted with the fleet"
+
+
+def test_applying_the_files_again_keeps_the_number_of_pods_that_an_autoscaler_has_set() -> None:
+    for name, counted in (("serve", False), ("fleet-scaled", False), ("fleet", True)):
+        found = [yaml.safe_load(text) for text in to_files(job_objects(name)).values()]
+        assert ["replicas" in each["spec"] for each in found if each["kind"] == "Deployment"] == [counted], name
+    assert job_objects("serve").owner["spec"]["replicas"] == 2, "a submitted job starts with the smallest number"
 
 
 def test_a_password_in_a_command_is_refused() -> None:

@@ -46,7 +46,9 @@ MAX_ID = 40
 MAX_FILES_BYTES = 900_000
 """Total size of files in a ConfigMap, which the API server limits to 1 MiB."""
 
-PLACEHOLDER = "replace-me"
+KEEP = {"argocd.argoproj.io/sync-options": "Delete=false,Prune=false", "kustomize.toolkit.fluxcd.io/prune": "disabled"}
+"""Annotations by which Argo CD and Flux never delete an object."""
+
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _FILE_KEY = re.compile(r"[^A-Za-z0-9._-]")
@@ -193,7 +195,13 @@ def run_claim(job: Job, identity: str, storage: RunStorage, *, shared: bool) -> 
     name = run_claim_name(job.name)
     manifest = volume_claim(name, identity, job.main, storage.size, mode=mode, storage_class=storage.storage_class)
     del manifest["metadata"]["labels"][JOB]  # not part of the job: it is kept
+    manifest["metadata"]["annotations"] = dict(KEEP)
     return [manifest]
+
+
+def is_kept(manifest: Manifest) -> bool:
+    """Whether an object belongs to no job, and stays when the job is deleted."""
+    return JOB not in manifest["metadata"]["labels"]
 
 
 def run_claim_name(name: str) -> str:
