@@ -52,6 +52,23 @@ def test_rendered_files_go_to_a_directory(call: Call, api: ApiServer, tmp_path: 
     assert api.requests == []
 
 
+def test_rendered_files_do_not_depend_on_the_shell(call: Call, api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*SUBMIT, "--storage", "s3://games/runs", "--secret", "LICENCE_KEY")
+    rendered = []
+    for directory, key in (("a", ""), ("b", "horse-battery-staple")):
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key)
+        done = call(*words, "--render", directory, *TRAIN)
+        assert done.code == 0
+        assert "passed on" not in done.err
+        rendered.append({path.name: path.read_text() for path in Path(directory).iterdir()})
+    assert rendered[0] == rendered[1]
+    assert yaml.safe_load(rendered[0]["secret.yaml.example"])["stringData"].keys() == {"token", "LICENCE_KEY"}
+    monkeypatch.setenv("LICENCE_KEY", "horse-battery-staple")
+    done = call(*words, "--dry-run", *TRAIN)
+    assert "environment variables passed on as secrets: AWS_SECRET_ACCESS_KEY" in done.err
+    assert "horse" not in done.out + done.err
+
+
 def test_a_job_is_submitted_listed_followed_and_cancelled(call: Call, api: ApiServer) -> None:
     done = call(*SUBMIT, "--storage", "s3://games/runs", *TRAIN)
     assert done.code == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludus.launch.job import RoleRestart
-from ludus.launch.kubernetes import objects, pod_process
+from ludus.launch.kubernetes import pod_process
 from ludus.launch.kubernetes.pod_process import RESTART_CODE, StdoutLog, copy_files, map_exit_code, parse_options, read_secrets
 from tests.waiting import wait_until
 
@@ -160,7 +160,7 @@ def test_secrets_reach_the_roles_and_no_file(secrets: Path, tmp_path: Path, capf
 @pytest.mark.parametrize("key", ["serve-token", "env/LUDUS_MEMORY_PASSWORD"])
 def test_a_placeholder_in_the_secret_is_refused(secrets: Path, capfd: pytest.CaptureFixture[str], key: str) -> None:
     """The rendered example of a Secret contains it: a service would accept a token that everybody knows."""
-    mounted(secrets, **{"token": "horse-battery-staple", key.replace("/", "__"): f"{objects.PLACEHOLDER}\n"})
+    mounted(secrets, **{"token": "horse-battery-staple", key.replace("/", "__"): f"{pod_process.PLACEHOLDER}\n"})
     assert run_here("echo", "started") == pod_process.PLACEHOLDER_CODE
     said = capfd.readouterr()
     assert said.out == ""

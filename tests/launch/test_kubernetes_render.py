@@ -205,7 +205,7 @@ def test_no_secret_is_rendered(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
     found, words = config(name)
-    found = found.merge(secrets=["LICENCE_KEY"], storage_credentials=credentials)
+    found = found.merge(secrets=[*environ], storage_credentials=credentials)
     job = plan_command(found, words, environ).job
     assert set(job.secrets) == set(environ)
     files = open_backend(found, words).render(job)
@@ -247,10 +247,32 @@ def test_applying_the_files_again_keeps_the_number_of_pods_that_an_autoscaler_ha
     assert job_objects("serve").owner["spec"]["replicas"] == 2, "a submitted job starts with the smallest number"
 
 
-def test_a_password_in_a_command_is_refused() -> None:
-    found, _ = config("fleet")
-    with pytest.raises(UsageError, match="password"):
-        plan_command(found, ["fleet", "learner", "CartPole-v1", "--memory", f"redis://:{SECRET}@host"], {})
+@pytest.mark.parametrize("url", [f"redis://:{SECRET}@host", f"redis://me:{SECRET}@host:6379/1", f"redis://:{SECRET}/x@host"])
+def test_a_password_in_a_command_is_refused(url: str) -> None:
+    """Also one in `redis`, which becomes a part of the commands of learner and workers."""
+    found, words = config("fleet")
+    for keys, arguments in (({}, ["--memory", url]), ({"redis": url}, [])):
+        with pytest.raises(UsageError, match="password") as caught:
+            plan_command(found.merge(**keys), [*words, *arguments], {})
+        assert SECRET not in f"{caught.value} {caught.value.hint}"
+
+
+def test_variables_of_the_shell_are_passed_on_with_a_notice() -> None:
+    found, words = config("one-pod")
+    environ = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "WANDB_API_KEY": ""}
+    planned = plan_command(found, words, environ)
+    assert planned.job.secrets == ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    assert planned.notices == ("environment variables passed on as secrets: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY",)
+    assert plan_command(found.merge(secrets=["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]), words, environ).notices == ()
+
+
+def test_keys_of_the_shell_do_not_override_a_service_account() -> None:
+    found, words = config("one-pod")
+    environ = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "WANDB_API_KEY": SECRET}
+    planned = plan_command(found.merge(service_account="trainer", secrets=["WANDB_API_KEY"]), words, environ)
+    assert planned.job.secrets == ("WANDB_API_KEY",)
+    (notice,) = planned.notices
+    assert notice.startswith("not passed on, because the job has a service account: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; name")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -373,6 +395,9 @@ def test_the_catalogue_of_games_is_sent_to_the_gamecore_server(tmp_path: Path) -
         ({"workers": 3}, ["fleet", "learner", "CartPole-v1"], "place for its run"),
         ({"storage": S3, "nodes": 2}, ["serve", S3], "runs on one machine"),
         ({}, ["gamecore", "serve", "--port", "1"], "23432"),
+        ({}, ["gamecore", "serve", "--port", "http"], "--port 'http' is not a number"),
+        ({}, ["serve", S3, "--drain-s", "abc"], "--drain-s 'abc' is not a number.*30"),
+        ({}, ["serve", S3, "--drain-s=inf"], "--drain-s 'inf' is not a number"),
         ({}, [], "no command"),
     ],
 )  # fmt: skip

@@ -163,9 +163,9 @@ def submit(
     )  # fmt: skip
     if target.on == "local" and target.workdir is not None:
         _change_directory(Path(target.workdir))
-    launch = plan_command(target, words or [], os.environ)
+    launch = plan_command(target, words or [], {} if render else os.environ)  # files are the same in every shell
     check_command(command_of(launch.job))
-    check_job(launch.job, os.environ)  # also for --dry-run, which must not print an invalid job
+    check_job(launch.job, None if render else os.environ)  # also for --dry-run, which must not print an invalid job
     for notice in launch.notices:
         say(notice)
     orchestrator = open_backend(target, command_of(launch.job))

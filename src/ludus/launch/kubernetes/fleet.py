@@ -11,7 +11,7 @@ from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.one_pod import HELPED_TTL_S
 from ludus.launch.kubernetes.pod import MEMORY_HOST, SECRETS, RolePod
-from ludus.launch.kubernetes.pod_process import ENV_SECRETS
+from ludus.launch.kubernetes.pod_process import ENV_SECRETS, PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodResources, parse_quantity
 from ludus.transport.message_stream import PASSWORD
 
@@ -50,7 +50,7 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     keys = (PASSWORD, objects.REDIS_CONF) if own_redis else ()
     found += objects.job_wide_objects(job, settings, identity, shared=True, secret_keys=keys)
     if own_redis:
-        found[-1]["stringData"][objects.REDIS_CONF] = redis_configuration(objects.PLACEHOLDER, settings.redis.memory)
+        found[-1]["stringData"][objects.REDIS_CONF] = redis_configuration(PLACEHOLDER, settings.redis.memory)
         found += redis_server(roles[MEMORY], job, settings, identity)
     found.append(pod.deployment(worker, job, settings, identity, count.least))
     if count.scales:

@@ -13,6 +13,7 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.pod import GAMECORE_HOST_KEY, GAMECORE_PORT, SECRETS, RolePod
+from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import GamecoreSettings, KubernetesSettings
 
 ROLE = "gamecore"
@@ -53,7 +54,7 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
         if _is_address_map(manifest, identity):
             manifest["data"][GAMECORE_HOST_KEY] = host
         elif manifest["kind"] == "Secret":
-            manifest["stringData"][objects.GAMECORE_TOKEN] = objects.PLACEHOLDER
+            manifest["stringData"][objects.GAMECORE_TOKEN] = PLACEHOLDER
     return replace(
         found, manifests=tuple(manifests), extra_processes={**found.extra_processes, ROLE: 1}, scaled=(*found.scaled, ROLE)
     )

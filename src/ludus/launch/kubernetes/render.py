@@ -10,8 +10,9 @@ import yaml
 
 from ludus.launch.job import Job
 from ludus.launch.kubernetes import fleet, gamecore, one_pod, ray_cluster, serve
-from ludus.launch.kubernetes.objects import PLACEHOLDER, RECORD, JobObjects, Manifest, is_kept
+from ludus.launch.kubernetes.objects import RECORD, JobObjects, Manifest, is_kept
 from ludus.launch.kubernetes.plan import CommandLine, main_words
+from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, check_settings
 from ludus.launch.kubernetes.status import JobRecord
 
@@ -46,7 +47,7 @@ def render_job(job: Job, settings: KubernetesSettings, identity: str, submitted_
 def _render_shape(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
     command = CommandLine(main_words(job))
     if command.words[:1] == ("serve",):
-        port = int(command.value("--port", "-p") or serve.PORT)
+        port = int(command.number("--port", "-p", default=serve.PORT))
         return serve.render_objects(job, settings, identity, port=port, tls=command.value("--tls-cert") is not None)
     if command.words[:2] == ("gamecore", "serve"):
         return gamecore.render_service(job, settings, identity)
