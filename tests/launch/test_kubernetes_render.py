@@ -341,6 +341,33 @@ def test_the_record_of_a_job_survives_unknown_and_missing_keys() -> None:
     )
 
 
+def test_a_pod_of_a_service_accepts_sessions_until_proxies_know_that_it_ends() -> None:
+    """SIGTERM refuses new sessions at once, and nodes and ingresses learn of the end of a pod some seconds later."""
+    spec = job_objects("serve").owner["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert spec["terminationGracePeriodSeconds"] == 120 + 10 + 15 + 5, "the sleep takes none of the time for draining"
+
+
+def test_a_loaded_pod_of_a_service_stays_in_the_service() -> None:
+    for name in ("serve", "gamecore-server"):
+        (container,) = job_objects(name).owner["spec"]["template"]["spec"]["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["timeoutSeconds"] == 5, "the default is one second"
+            assert container[probe]["periodSeconds"] * container[probe]["failureThreshold"] >= 20
+
+
+@pytest.mark.parametrize("name", ["gamecore", "gamecore-server"])
+def test_there_are_never_two_gamecore_servers(name: str) -> None:
+    """A game is known only to the server that started it."""
+    found = job_objects(name).manifests
+    (server,) = (each["spec"] for each in found if each["kind"] == "Deployment")
+    (service,) = (each["spec"] for each in found if each["kind"] == "Service" and each["spec"]["ports"][0]["name"] == "gamecore")
+    assert server["replicas"] == 1
+    assert server["strategy"] == {"type": "Recreate"}
+    assert "publishNotReadyAddresses" not in service, "a pod that ends or starts is not the server"
+
+
 def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiment.yaml").write_text("x:\n  env: CartPole-v1\n")

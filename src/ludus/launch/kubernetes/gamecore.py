@@ -24,8 +24,8 @@ def render_service(job: Job, settings: KubernetesSettings, identity: str) -> Job
     main = next(role for role in job.roles if role.name == job.main)
     server = _server_pod(main, settings, settings)
     found = [
-        pod.deployment(server, job, settings, identity, 1, name=identity),
-        objects.service(identity, main.name, {"gamecore": GAMECORE_PORT}),
+        _server_deployment(server, job, settings, identity, name=identity),
+        objects.service(identity, main.name, {"gamecore": GAMECORE_PORT}, ready_only=True),
         *objects.job_wide_objects(
             job, settings, identity, shared=False, secret_keys=(objects.GAMECORE_TOKEN,), open_ports=((main.name, GAMECORE_PORT),)
         ),
@@ -43,8 +43,8 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
     role = Role(ROLE, command, environment=main.environment)
     # Without the variables of a client: the server's own games must not order matches from it.
     alone = replace(settings, gamecore=replace(settings.gamecore, enabled=False))
-    server = pod.deployment(_server_pod(role, settings, alone), job, alone, identity, 1)
-    service = objects.service(identity, ROLE, {"gamecore": GAMECORE_PORT})
+    server = _server_deployment(_server_pod(role, settings, alone), job, alone, identity)
+    service = objects.service(identity, ROLE, {"gamecore": GAMECORE_PORT}, ready_only=True)
     manifests = [*found.manifests, server]
     manifests.insert(1, service)
     host = objects.object_name(identity, ROLE)
@@ -76,8 +76,15 @@ def server_command(gamecore: GamecoreSettings) -> tuple[str, ...]:
     )
 
 
+def _server_deployment(server: RolePod, job: Job, settings: KubernetesSettings, identity: str, *, name: str = "") -> Manifest:
+    """Return a Deployment that ends its pod before it starts another: two servers would share the address."""
+    found = pod.deployment(server, job, settings, identity, 1, name=name)
+    found["spec"]["strategy"] = {"type": "Recreate"}
+    return found
+
+
 def _server_pod(role: Role, settings: KubernetesSettings, alone: KubernetesSettings) -> RolePod:
-    probe: Mapping[str, Any] = {"httpGet": {"path": "/health", "port": GAMECORE_PORT}}
+    probe: Mapping[str, Any] = {"httpGet": {"path": "/health", "port": GAMECORE_PORT}, "timeoutSeconds": 5}
     return RolePod(
         role,
         resources=settings.gamecore.resources or alone.resources,
@@ -87,7 +94,7 @@ def _server_pod(role: Role, settings: KubernetesSettings, alone: KubernetesSetti
         ports={"gamecore": GAMECORE_PORT},
         probes={
             "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 60},
-            "readinessProbe": {**probe, "periodSeconds": 5},
+            "readinessProbe": {**probe, "periodSeconds": 5, "failureThreshold": 6},
             "livenessProbe": {**probe, "periodSeconds": 20, "failureThreshold": 6},
         },
     )

@@ -46,6 +46,7 @@ class RolePod:
 
     `addresses`: variable → key of the address map. `restart`: how `pod_process` turns the exit code into one that the kubelet restarts.
     `secret_files`: further keys of the Secret → paths below SECRETS. `image`: "": that of the job. `raw_command`: not by `pod_process`.
+    `pre_stop_s`: seconds before SIGTERM, in which the pod still works while proxies learn that it ends.
     """
 
     role: Role
@@ -61,6 +62,7 @@ class RolePod:
     raw_command: bool = False
     ports: Mapping[str, int] = field(default_factory=dict)
     probes: Mapping[str, Any] = field(default_factory=dict)
+    pre_stop_s: int = 0
 
 
 # -- pods -------------------------------------------------------------------------------------------------------------------
@@ -87,8 +89,10 @@ def pod_template(pod: RolePod, job: Job, settings: KubernetesSettings, identity:
         container["imagePullPolicy"] = settings.image.pull_policy
     if pod.ports:
         container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in pod.ports.items()]
+    if pod.pre_stop_s:
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(pod.pre_stop_s)]}}}
     container |= pod.probes
-    spec = pod_spec(settings, [container], volumes, restart_policy, grace_period_s(job.grace_s))
+    spec = pod_spec(settings, [container], volumes, restart_policy, pod.pre_stop_s + grace_period_s(job.grace_s))
     return {"metadata": _pod_metadata(settings, identity, pod.role.name, pod.index), "spec": spec}
 
 
