@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ludus.io.addresses import ANY_HOST
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
@@ -63,7 +64,7 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
 def server_command(gamecore: GamecoreSettings) -> tuple[str, ...]:
     """Return the arguments of `ludus` that start the server in a pod."""
     catalogue = ("--games", gamecore.games) if gamecore.games else ()
-    listen = ("--host", "0.0.0.0", "--port", str(GAMECORE_PORT))  # noqa: S104 # the network policy admits the job's own pods only
+    listen = ("--host", ANY_HOST, "--port", str(GAMECORE_PORT))  # the network policy admits the job's own pods only
     return (
         "gamecore",
         "serve",

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ludus.errors import UsageError
+from ludus.io.addresses import url_host
 from ludus.launch.job import Job
 from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, RunStorage
@@ -36,6 +37,9 @@ TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
     "gamecore-token",
 )
 """Keys of the Secret that are not names of environment variables."""
+
+HEAD_KEY = "head"
+"""Key of the address map for the head of the job's Ray."""
 
 MONITORING_API = "monitoring.coreos.com/v1"
 """API of the Prometheus operator."""
@@ -135,6 +139,11 @@ def address_map(identity: str, role: str, addresses: Mapping[str, str]) -> Manif
         "metadata": metadata(object_name(identity, "addresses"), identity, role),
         "data": dict(addresses),
     }
+
+
+def mapped_host(key: str, host: str) -> str:
+    """Return a host as the address map has it: the head of Ray as an address, the others as a part of URLs."""
+    return host if key == HEAD_KEY else url_host(host)
 
 
 def file_map(identity: str, role: str, files: Mapping[str, bytes]) -> Manifest:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.errors import UsageError
+from ludus.io.addresses import ANY_HOST
 from ludus.launch.job import Job, Role, check_job
 from ludus.launch.kubernetes import fleet, serve
 from ludus.launch.kubernetes.objects import GAMECORE_TOKEN
@@ -21,7 +22,6 @@ PYTHON = "python"
 """The interpreter in the image."""
 
 _LOCAL_DIR = ("--local-dir", "-ep", "--experiment-path")
-_ANY_ADDRESS = "0.0.0.0"  # noqa: S104 # in a pod; a token is required, and the network policy opens one port
 
 
 def plan_kubernetes(
@@ -47,10 +47,10 @@ def plan_kubernetes(
     if command.words[0] in ("train", "tune"):
         command = _with_run_storage(command, settings.storage, storage_given, nodes.count)
     elif command.words[0] == "serve":
-        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", serve.TOKEN_FILE)
+        command = command.with_default("--host", ANY_HOST).with_default("--token-file", serve.TOKEN_FILE)
         grace_s = max(grace_s, command.number("--drain-s", default=serve.DRAIN_S) + 10)
     elif command.words[:2] == ("gamecore", "serve"):
-        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
+        command = command.with_default("--host", ANY_HOST).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
         if command.number("--port", default=GAMECORE_PORT) != GAMECORE_PORT:
             raise UsageError(f"On Kubernetes a gamecore server listens on port {GAMECORE_PORT}.", "Leave --port out.")
     forwarded = {} if settings.extras.service_account else environ  # keys of this shell would override the identity of the account

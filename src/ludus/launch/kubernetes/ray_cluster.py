@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
-from ludus.launch.kubernetes.objects import JobObjects, Manifest
+from ludus.launch.kubernetes.objects import HEAD_KEY, JobObjects, Manifest
 from ludus.launch.kubernetes.one_pod import HELPED_TTL_S
 from ludus.launch.kubernetes.pod import HEAD_HOST, POD_IP, SECRETS, RolePod
 from ludus.launch.kubernetes.settings import KubernetesSettings
@@ -19,7 +19,6 @@ from ludus.process import job_env
 from ludus.process.job_env import JobEnv
 
 PORT = 6379
-HEAD_KEY = "head"
 LEAVE_S = 1800
 """A node ends for good when the head cannot be reached for this long. A main pod that is replaced is back sooner."""
 
