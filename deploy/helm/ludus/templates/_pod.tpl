@@ -1,7 +1,7 @@
 {{/*
 Pod template of a role. Context: root, name, role, image, resources, grace, restartPolicy, secret (name of the Secret), secretItems
 (list of {key, path}), command (list), and optionally index, env (list), runs, ports (name → number), probes, preStop (seconds before
-SIGTERM), foreign (not an image of Ludus), volumes, mounts.
+SIGTERM), checksums (annotations by which changed settings restart the pod), foreign (not an image of Ludus), volumes, mounts.
 */}}
 {{- define "ludus.podTemplate" -}}
 metadata:
@@ -10,7 +10,7 @@ metadata:
     {{- with .index }}
     ludus.dev/index: {{ . | quote }}
     {{- end }}
-  {{- with .root.Values.podAnnotations }}
+  {{- with merge dict (.root.Values.podAnnotations | default dict) (.checksums | default dict) }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
