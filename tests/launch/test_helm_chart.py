@@ -49,7 +49,7 @@ FULL: Mapping[str, Any] = {
     "podAnnotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
     "env": {"OMP_NUM_THREADS": "8", "QUOTED": 'a "b"\nc: {d} # e'},
     "secretVariables": ["LICENCE_KEY"],
-    "files": {"experiment.yaml": "x:\n  env: CartPole-v1\n", "model/net v2.py": "class Net: ...\n"},
+    "files": {"experiment.yaml": "x:\n  env: CartPole-v1\n", "model/net v2.py": "class Net: ...\n", "model__net.py": "", "plain_name.py": ""},
     "extraVolumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "recordings", "readOnly": True}}],
     "extraVolumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
     "storage": {"size": "100Gi", "storageClass": "fast"},

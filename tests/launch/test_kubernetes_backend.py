@@ -111,7 +111,7 @@ def test_a_redis_of_its_own_has_a_password_that_its_clients_get(api: ApiServer) 
     base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
     job_id = KubernetesOrchestrator(settings).submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
     data = {key: base64.b64decode(value).decode() for key, value in api.objects["secrets", job_id]["data"].items()}
-    assert f"requirepass {data[PASSWORD]}\n" in data[objects.REDIS_CONF]
+    assert f'requirepass "{data[PASSWORD]}"\n' in data[objects.REDIS_CONF]
     assert len(data[PASSWORD]) >= 32
     assert "maxmemory 805306368\n" in data[objects.REDIS_CONF]
     pod = api.objects["deployments", f"{job_id}-worker"]["spec"]["template"]["spec"]

@@ -21,6 +21,7 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.client import KINDS
+from ludus.launch.kubernetes.fleet import redis_configuration
 from ludus.launch.kubernetes.objects import JobObjects, job_id
 from ludus.launch.kubernetes.pod import escape
 from ludus.launch.kubernetes.render import SECRET_EXAMPLE, join_documents, render_job, to_files
@@ -185,6 +186,13 @@ def test_all_nodes_of_a_sweep_mount_its_directory_and_those_of_a_training_do_not
     assert all(volume in manifest["spec"]["template"]["spec"]["volumes"] for manifest in job_objects("tune").manifests if manifest["kind"] == "Job")  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("password", "written"), [("abc", '"abc"'), ("two words # ' x", '"two words # \' x"'), ('a"b\\c\n', r'"a\x22b\x5cc\x0a"'), ("ü", '"ü"')]
+)
+def test_a_password_of_redis_may_contain_any_character(password: str, written: str) -> None:
+    assert f"\nrequirepass {written}\ndir /data\n" in redis_configuration(password, "1Gi")
+
+
 def test_a_service_selects_pods_that_exist() -> None:
     for name in CASES:
         found = job_objects(name)
@@ -311,6 +319,10 @@ def test_an_id_is_a_dns_label() -> None:
     assert len(job_id("a" * 63, "x7k2p")) == objects.MAX_ID
     assert objects.object_name("a" * 40, "b" * 63, 12345).endswith("-12345")
     assert len(objects.object_name("a" * 40, "b" * 63, 12345)) <= 52
+    names = {objects.object_name("a" * 40, f"worker-pool-{pool}", 0) for pool in "ab"}
+    assert len(names) == 2, "a long name is cut"
+    assert all(len(name) <= 52 for name in names)
+    assert objects.object_name("trial-x7k2p", "worker-pool-a", 0) == "trial-x7k2p-worker-pool-a-0"
     assert len({objects.id_suffix(number) for number in range(1000)}) == 1000
 
 
@@ -368,6 +380,14 @@ def test_there_are_never_two_gamecore_servers(name: str) -> None:
     assert "publishNotReadyAddresses" not in service, "a pod that ends or starts is not the server"
 
 
+def test_two_files_never_have_one_key() -> None:
+    paths = ("a/b.yaml", "a__b.yaml", "a/b yaml", "a/b_yaml", "a b.yaml", "a_b.yaml", "ä.yaml", "ü.yaml", "x" * 250)
+    keys = [objects.file_key(path) for path in paths]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in keys)
+    assert objects.file_key("experiment_1.yaml") == "experiment_1.yaml"
+
+
 def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiment.yaml").write_text("x:\n  env: CartPole-v1\n")
@@ -378,14 +398,15 @@ def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.Monk
     found = ClusterConfig().merge(on="kubernetes", image=IMAGE, storage=S3, copy=["model", "weights.bin"])
     files = open_backend(found, words).render(plan_command(found, words, {}).job)
     sent = yaml.safe_load(files["configmap-train-experiment-files.yaml"])
-    assert sent["data"] == {"model__net.py": "class Net: ...\n", "experiment.yaml": "x:\n  env: CartPole-v1\n"}
+    key = objects.file_key("model/net.py")
+    assert sent["data"] == {key: "class Net: ...\n", "experiment.yaml": "x:\n  env: CartPole-v1\n"}
     assert sent["binaryData"] == {"weights.bin": "/wA="}
     volume = next(
         each
         for each in yaml.safe_load(files["job-train-experiment.yaml"])["spec"]["template"]["spec"]["volumes"]
         if each["name"] == "files"
     )
-    assert {"key": "model__net.py", "path": "model/net.py"} in volume["configMap"]["items"]
+    assert {"key": key, "path": "model/net.py"} in volume["configMap"]["items"]
     (tmp_path / "weights.bin").write_bytes(bytes(objects.MAX_FILES_BYTES))
     with pytest.raises(UsageError, match="ConfigMap has room"):
         open_backend(found, words).render(plan_command(found, words, {}).job)

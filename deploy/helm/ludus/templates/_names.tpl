@@ -66,9 +66,10 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* Key of a file in a ConfigMap. Context: the path. */}}
+{{/* Key of a file in a ConfigMap: the path if that is a plain name, else with a digest. Context: the path. */}}
 {{- define "ludus.fileKey" -}}
-{{- regexReplaceAll "[^A-Za-z0-9._-]" (replace "/" "__" .) "_" -}}
+{{- $key := regexReplaceAll "[^A-Za-z0-9._-]" (replace "/" "__" .) "_" -}}
+{{- if and (eq $key .) (not (contains "__" .)) (le (len .) 200) }}{{ . }}{{ else }}{{ trunc 200 $key }}-{{ sha256sum . | trunc 8 }}{{ end -}}
 {{- end -}}
 
 {{/* "true" if `ludus serve` has a certificate, else empty. Context: the root. */}}

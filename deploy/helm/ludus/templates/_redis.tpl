@@ -84,7 +84,7 @@ spec:
 bind * -::*
 port 6379
 protected-mode yes
-requirepass {{ .password }}
+requirepass {{ .password | quote }}
 dir /data
 appendonly yes
 appendfsync everysec

@@ -98,6 +98,12 @@ def redis_server(role: Role, job: Job, settings: KubernetesSettings, identity: s
 def redis_configuration(password: str, memory: str) -> str:
     """Return redis.conf. Nothing is evicted: a full server rejects writes. A crash loses at most about a second of data."""
     return (
-        f"bind * -::*\nport {REDIS_PORT}\nprotected-mode yes\nrequirepass {password}\ndir /data\nappendonly yes\nappendfsync everysec\n"
+        f"bind * -::*\nport {REDIS_PORT}\nprotected-mode yes\nrequirepass {_quote(password)}\ndir /data\nappendonly yes\nappendfsync everysec\n"
         f'save ""\ndaemonize no\nlogfile ""\nmaxmemory {int(parse_quantity(memory) * _REDIS_SHARE)}\nmaxmemory-policy noeviction\n'
     )
+
+
+def _quote(value: str) -> str:
+    """Return a value of redis.conf, which may contain blanks, quotes and control characters."""
+    escaped = "".join(f"\\x{ord(char):02x}" if char in '\\"' or ord(char) < 0x20 else char for char in value)
+    return f'"{escaped}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ MONITORING_API = "monitoring.coreos.com/v1"
 MAX_ID = 40
 """Length of a job id: names of objects add a role and an index, and a Service's name has at most 63 characters."""
 
+_MAX_NAME = 52
+"""Length of the name of an object: the pods of a Job and of a Deployment add up to 11 characters, of 63."""
+
 MAX_FILES_BYTES = 900_000
 """Total size of files in a ConfigMap, which the API server limits to 1 MiB."""
 
@@ -56,6 +60,7 @@ KEEP = {"argocd.argoproj.io/sync-options": "Delete=false,Prune=false", "kustomiz
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _FILE_KEY = re.compile(r"[^A-Za-z0-9._-]")
+_MAX_KEY = 200
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,12 @@ def metadata(name: str, identity: str, role: str, index: int | None = None) -> M
 
 
 def object_name(identity: str, role: str, index: int | None = None) -> str:
-    """Return the name of an object of a role: a DNS label."""
+    """Return the name of an object of a role: a DNS label. A long one is cut, and ends with a digest that tells it from others."""
     stem = f"{identity}-{_UNSAFE.sub('-', role.lower()).strip('-')}"
     ending = "" if index is None else f"-{index}"
-    return f"{stem[: 52 - len(ending)].rstrip('-')}{ending}"
+    if len(stem) + len(ending) > _MAX_NAME:
+        ending = f"-{_digest(role, 6)}{ending}"
+    return f"{stem[: _MAX_NAME - len(ending)].rstrip('-')}{ending}"
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------------
@@ -168,8 +175,13 @@ def file_map(identity: str, role: str, files: Mapping[str, bytes]) -> Manifest:
 
 
 def file_key(path: str) -> str:
-    """Return the key of a file in a ConfigMap, where slashes are not allowed."""
-    return _FILE_KEY.sub("_", path.replace("/", "__"))
+    """Return the key of a file in a ConfigMap, where slashes are not allowed. Keys of other paths than plain names have a digest."""
+    key = _FILE_KEY.sub("_", path.replace("/", "__"))
+    return path if key == path and "__" not in path and len(path) <= _MAX_KEY else f"{key[:_MAX_KEY]}-{_digest(path, 8)}"
+
+
+def _digest(text: str, length: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def secret(identity: str, role: str, keys: Iterable[str]) -> Manifest:
