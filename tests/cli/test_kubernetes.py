@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ludus.cli.training.distributed_kubernetes import kubernetes_fleet
+from ludus.compat.coach.fleet_ini import read_fleet_file
 from ludus.launch.kubernetes import backend
+from ludus.transport.message_stream import PASSWORD
 from tests.cli.calling import Call
 from tests.launch.kubernetes_api import ApiServer, running_api
 
@@ -67,6 +70,18 @@ def test_rendered_files_do_not_depend_on_the_shell(call: Call, api: ApiServer, m
     done = call(*words, "--dry-run", *TRAIN)
     assert "environment variables passed on as secrets: AWS_SECRET_ACCESS_KEY" in done.err
     assert "horse" not in done.out + done.err
+
+
+def test_a_fleet_of_an_ini_file_with_a_service_account_gets_no_keys_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", PASSWORD):
+        monkeypatch.setenv(name, "horse-battery-staple")
+    for account, expected in (("", {"AWS_SECRET_ACCESS_KEY", PASSWORD}), ("trainer", {PASSWORD})):
+        (tmp_path / "cluster.yaml").write_text(f"{{image: 'ludus:1', service_account: '{account}'}}")
+        text = "[ludus]\norchestrator = kubernetes\ndata_store = s3\ns3_bucket_name = games\ncluster_file = cluster.yaml"
+        job, _ = kubernetes_fleet(read_fleet_file(text, tmp_path), "trial", ["-p", "CartPole_ClippedPPO"], 1)
+        assert {"AWS_SECRET_ACCESS_KEY", PASSWORD} & set(job.secrets) == expected
 
 
 def test_a_job_is_submitted_listed_followed_and_cancelled(call: Call, api: ApiServer) -> None:

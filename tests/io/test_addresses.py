@@ -24,13 +24,20 @@ def test_an_address_comes_back_as_it_was(host: str) -> None:
     assert host_and_port(address) == (host, 7001)
 
 
-@pytest.mark.parametrize(("host", "written"), [("10.0.0.1", "10.0.0.1"), ("node-1", "node-1"), ("fd00::5", "[fd00::5]"), ("[::1]", "[::1]")])
+@pytest.mark.parametrize(
+    ("host", "written"), [("10.0.0.1", "10.0.0.1"), ("node-1", "node-1"), ("fd00::5", "[fd00::5]"), ("[::1]", "[::1]")]
+)
 def test_an_address_of_ipv6_is_in_brackets_in_a_url(host: str, written: str) -> None:
     assert url_host(host) == written
 
 
 def test_an_ipv4_peer_has_its_own_address() -> None:
-    for address, plain in (("::ffff:10.0.0.1", "10.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("fd00::ffff:1", "fd00::ffff:1"), ("::", "::")):
+    for address, plain in (
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("fd00::ffff:1", "fd00::ffff:1"),
+        ("::", "::"),
+    ):
         assert plain_address(address) == plain
 
 

@@ -243,7 +243,9 @@ def normalise(manifest: Manifest, autoscaled: set[str]) -> Manifest:
     if not annotations:
         found["metadata"].pop("annotations", None)
     if pods := found.get("spec", {}).get("template"):
-        kept = {name: value for name, value in pods["metadata"].pop("annotations", {}).items() if not name.startswith("checksum/")}
+        kept = {
+            name: value for name, value in pods["metadata"].pop("annotations", {}).items() if not name.startswith("checksum/")
+        }
         pods["metadata"] |= {"annotations": kept} if kept else {}
     if found["kind"] == "Secret":
         found["data"] = sorted(found.pop("stringData", None) or found.pop("data"))

@@ -24,7 +24,7 @@ from ludus.launch.kubernetes.client import KINDS
 from ludus.launch.kubernetes.fleet import redis_configuration
 from ludus.launch.kubernetes.objects import JobObjects, job_id
 from ludus.launch.kubernetes.pod import escape
-from ludus.launch.kubernetes.render import SECRET_EXAMPLE, join_documents, render_job, to_files
+from ludus.launch.kubernetes.render import EXAMPLE, join_documents, render_job, to_files
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodImage
 from ludus.launch.kubernetes.status import JobRecord
 from ludus.transport.message_stream import PASSWORD
@@ -187,7 +187,8 @@ def test_all_nodes_of_a_sweep_mount_its_directory_and_those_of_a_training_do_not
 
 
 @pytest.mark.parametrize(
-    ("password", "written"), [("abc", '"abc"'), ("two words # ' x", '"two words # \' x"'), ('a"b\\c\n', r'"a\x22b\x5cc\x0a"'), ("ü", '"ü"')]
+    ("password", "written"),
+    [("abc", '"abc"'), ("two words # ' x", '"two words # \' x"'), ('a"b\\c\n', r'"a\x22b\x5cc\x0a"'), ("ü", '"ü"')],
 )
 def test_a_password_of_redis_may_contain_any_character(password: str, written: str) -> None:
     assert f"\nrequirepass {written}\ndir /data\n" in redis_configuration(password, "1Gi")
@@ -218,7 +219,7 @@ def test_no_secret_is_rendered(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert set(job.secrets) == set(environ)
     files = open_backend(found, words).render(job)
     assert SECRET not in "".join(files.values())
-    secret = files[SECRET_EXAMPLE]
+    secret = files[EXAMPLE]
     assert "kubectl create secret generic" in secret
     keys = yaml.safe_load(secret)["stringData"]
     assert {*environ, objects.TOKEN, objects.CREDENTIALS} <= keys.keys()
@@ -232,7 +233,7 @@ def test_no_file_that_kubectl_reads_contains_a_secret() -> None:
         files = to_files(job_objects(name))
         read = [yaml.safe_load(text) for file, text in files.items() if file.endswith((".yaml", ".yml", ".json"))]
         assert "Secret" not in {manifest["kind"] for manifest in read}
-        assert yaml.safe_load(files[SECRET_EXAMPLE])["kind"] == "Secret"
+        assert yaml.safe_load(files[EXAMPLE])["kind"] == "Secret"
 
 
 def test_deleting_the_rendered_objects_keeps_the_runs() -> None:
@@ -280,7 +281,9 @@ def test_keys_of_the_shell_do_not_override_a_service_account() -> None:
     planned = plan_command(found.merge(service_account="trainer", secrets=["WANDB_API_KEY"]), words, environ)
     assert planned.job.secrets == ("WANDB_API_KEY",)
     (notice,) = planned.notices
-    assert notice.startswith("not passed on, because the job has a service account: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; name")
+    assert notice.startswith(
+        "not passed on, because the job has a service account: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; name"
+    )
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

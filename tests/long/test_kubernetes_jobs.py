@@ -190,7 +190,13 @@ def test_an_update_of_a_service_refuses_no_session(lab: KubernetesLab) -> None:
         patch = {"spec": {"template": {"metadata": {"annotations": {"updated": "true"}}}}}
         lab.rig.kubectl("patch", "deployment", job_id, f"--namespace={lab.namespace}", f"--patch={json.dumps(patch)}")
         wait_for_rollout(lab, job_id)
-        gone = ("wait", "--for=delete", f"pod/{old['metadata']['name']}", f"--namespace={lab.namespace}", f"--timeout={BUSY_S:g}s")
+        gone = (
+            "wait",
+            "--for=delete",
+            f"pod/{old['metadata']['name']}",
+            f"--namespace={lab.namespace}",
+            f"--timeout={BUSY_S:g}s",
+        )
         lab.rig.kubectl(*gone, check=False, timeout_s=BUSY_S + 10)  # an error if it is already gone
         tally.wait_for_more()
     assert tally.failed == []

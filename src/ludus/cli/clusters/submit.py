@@ -356,7 +356,9 @@ def _format_files(target: ClusterConfig, files: dict[str, str], as_json: bool) -
         return json.dumps({"on": target.on, "files": files})
     if target.on == "kubernetes":  # one stream of documents, for kubectl
         shown = {name: text for name, text in files.items() if name != "kustomization.yaml"}
-        return "".join(_comment(text) if name.endswith(".example") else f"---\n{text}" for name, text in shown.items()).rstrip("\n")
+        return "".join(_comment(text) if name.endswith(".example") else f"---\n{text}" for name, text in shown.items()).rstrip(
+            "\n"
+        )
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")
 
 

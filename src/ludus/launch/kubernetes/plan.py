@@ -53,7 +53,9 @@ def plan_kubernetes(
         command = command.with_default("--host", ANY_HOST).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
         if command.number("--port", default=GAMECORE_PORT) != GAMECORE_PORT:
             raise UsageError(f"On Kubernetes a gamecore server listens on port {GAMECORE_PORT}.", "Leave --port out.")
-    forwarded = {} if settings.extras.service_account else environ  # keys of this shell would override the identity of the account
+    forwarded = (
+        {} if settings.extras.service_account else environ
+    )  # keys of this shell would override the identity of the account
     planned = plan_job(command.words, environ=forwarded, name=name, nodes=nodes, runtime=runtime, grace_s=grace_s)
     job = planned.job
     notices = (*planned.notices, *secret_notices(job.secrets, runtime.secrets, environ))
@@ -70,7 +72,11 @@ def secret_notices(secrets: Sequence[str], named: Sequence[str], environ: Mappin
     kept = ", ".join(variable for variable in unnamed if variable not in secrets)
     return [
         *([f"environment variables passed on as secrets: {sent}"] if sent else []),
-        *([f"not passed on, because the job has a service account: {kept}; name them in `secrets` if it needs them"] if kept else []),
+        *(
+            [f"not passed on, because the job has a service account: {kept}; name them in `secrets` if it needs them"]
+            if kept
+            else []
+        ),
     ]
 
 

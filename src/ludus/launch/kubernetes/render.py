@@ -17,7 +17,7 @@ from ludus.launch.kubernetes.settings import KubernetesSettings, check_settings
 from ludus.launch.kubernetes.status import JobRecord
 
 KUSTOMIZATION = "kustomization.yaml"
-SECRET_EXAMPLE = "secret.yaml.example"
+EXAMPLE = "secret.yaml.example"
 """File with the keys of the Secret. `kubectl` reads only files that end in yaml, yml or json."""
 
 _FILL_NOTE = """# Example of the Secret; nothing applies this file. Create the Secret from files with its values:
@@ -73,7 +73,7 @@ def to_files(objects: JobObjects) -> dict[str, str]:
         file = f"{kind.lower()}-{name}.yaml"
         if kind == "Secret":
             options = " ".join(f"--from-file={key}=FILE" for key in manifest["stringData"])
-            files[SECRET_EXAMPLE] = _FILL_NOTE.format(placeholder=PLACEHOLDER, name=name, options=options) + to_yaml(manifest)
+            files[EXAMPLE] = _FILL_NOTE.format(placeholder=PLACEHOLDER, name=name, options=options) + to_yaml(manifest)
             continue
         if manifest in kept:
             files[file] = _CLAIM_NOTE.format(file=file) + to_yaml(manifest)
