@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ludus.cli.training.distributed_kubernetes import kubernetes_fleet
+from ludus.compat.coach.fleet_ini import read_fleet_file
 from ludus.launch.kubernetes import backend
+from ludus.transport.message_stream import PASSWORD
 from tests.cli.calling import Call
 from tests.launch.kubernetes_api import ApiServer, running_api
 
@@ -30,7 +33,9 @@ def test_a_dry_run_prints_a_stream_of_documents(call: Call, api: ApiServer) -> N
     done = call(*SUBMIT, "--storage", "s3://games/runs", "--dry-run", *TRAIN)
     assert done.code == 0
     kinds = [document["kind"] for document in yaml.safe_load_all(done.out)]
-    assert kinds == ["Job", "NetworkPolicy", "Secret"]
+    assert kinds == ["Job", "NetworkPolicy"]
+    assert "#   kubectl create secret generic" in done.out
+    assert [line for line in done.out.splitlines() if "replace-me" in line and not line.startswith("#")] == []
     assert api.requests == [], "no cluster is needed"
 
 
@@ -42,10 +47,41 @@ def test_rendered_files_go_to_a_directory(call: Call, api: ApiServer, tmp_path: 
     files = sorted(Path("out").iterdir())
     assert sorted(done.out.split()) == [str(path) for path in files]
     kustomization = yaml.safe_load((Path("out") / "kustomization.yaml").read_text())
-    assert {path.name for path in files} - {*kustomization["resources"], "kustomization.yaml"} == {"secret-fleet-learner.yaml"}
-    assert "kubectl apply -k out" in done.err
+    assert {path.name for path in files} - {*kustomization["resources"], "kustomization.yaml"} == {"secret.yaml.example"}
+    assert "as secret.yaml.example says; then: kubectl apply -k out" in done.err
+    done = call(*SUBMIT, "--storage", "new:5Gi", "--render", "with volume", *TRAIN)
+    assert "kubectl apply -f 'with volume/persistentvolumeclaim-train-cartpole-v1-runs.yaml'" in done.err
     assert call("submit", "--render", "out", *TRAIN).code == 2
     assert api.requests == []
+
+
+def test_rendered_files_do_not_depend_on_the_shell(call: Call, api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*SUBMIT, "--storage", "s3://games/runs", "--secret", "LICENCE_KEY")
+    rendered = []
+    for directory, key in (("a", ""), ("b", "horse-battery-staple")):
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key)
+        done = call(*words, "--render", directory, *TRAIN)
+        assert done.code == 0
+        assert "passed on" not in done.err
+        rendered.append({path.name: path.read_text() for path in Path(directory).iterdir()})
+    assert rendered[0] == rendered[1]
+    assert yaml.safe_load(rendered[0]["secret.yaml.example"])["stringData"].keys() == {"token", "LICENCE_KEY"}
+    monkeypatch.setenv("LICENCE_KEY", "horse-battery-staple")
+    done = call(*words, "--dry-run", *TRAIN)
+    assert "environment variables passed on as secrets: AWS_SECRET_ACCESS_KEY" in done.err
+    assert "horse" not in done.out + done.err
+
+
+def test_a_fleet_of_an_ini_file_with_a_service_account_gets_no_keys_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", PASSWORD):
+        monkeypatch.setenv(name, "horse-battery-staple")
+    for account, expected in (("", {"AWS_SECRET_ACCESS_KEY", PASSWORD}), ("trainer", {PASSWORD})):
+        (tmp_path / "cluster.yaml").write_text(f"{{image: 'ludus:1', service_account: '{account}'}}")
+        text = "[ludus]\norchestrator = kubernetes\ndata_store = s3\ns3_bucket_name = games\ncluster_file = cluster.yaml"
+        job, _ = kubernetes_fleet(read_fleet_file(text, tmp_path), "trial", ["-p", "CartPole_ClippedPPO"], 1)
+        assert {"AWS_SECRET_ACCESS_KEY", PASSWORD} & set(job.secrets) == expected
 
 
 def test_a_job_is_submitted_listed_followed_and_cancelled(call: Call, api: ApiServer) -> None:

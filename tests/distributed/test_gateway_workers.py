@@ -441,6 +441,18 @@ def test_endpoints_of_ipv6_are_in_brackets(supervisor: Supervisor) -> None:
         made.close()
 
 
+def test_workers_on_all_addresses_serve_ipv4_and_name_its_endpoints(supervisor: Supervisor) -> None:
+    """As in a pod: the probes and clients of a cluster may be of either family."""
+    made = GatewayWorkers(supervisor, GatewayProgram(Local, GatewaySettings(token="s3cret")), host="::", port=0)
+    try:
+        made.wait_ready(SOON_S)
+        with socket.create_connection(("127.0.0.1", made.address[1]), 5) as connected:
+            connected.sendall(step("start", "four", headers=["Authorization: Bearer s3cret"]))
+            assert f"Ludus-Endpoint: 127.0.0.1:{made.direct_addresses[0][1]}".encode() in connected.recv(4096)
+    finally:
+        made.close()
+
+
 def test_a_long_temporary_path_does_not_hinder(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

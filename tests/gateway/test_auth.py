@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +80,21 @@ def test_short_tokens_and_readable_files_cause_warnings(tmp_path: Path, caplog: 
     caplog.clear()
     path.chmod(0o600)
     path.write_text("0123456789abcdef\n")
+    Tokens.read(path)
+    assert caplog.text == ""
+
+
+def test_a_file_whose_mode_cannot_be_changed_causes_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the read-only directory of a Secret, also in a pod whose user owns the files."""
+    path = tmp_path / "tokens"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o440)
+    Tokens.read(path)
+    assert "readable by others" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     Tokens.read(path)
     assert caplog.text == ""
 

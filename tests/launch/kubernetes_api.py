@@ -36,6 +36,7 @@ class ApiServer:
         self.bodies: list[bytes] = []
         self.denied: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, str], tuple[int, str, int]] = {}
+        self.service_network = "10.96.0."
         self.apis = {"batch/v1", "apps/v1", "networking.k8s.io/v1", "autoscaling/v1", "autoscaling/v2", "policy/v1"}
         self._lock = threading.RLock()
         self._addresses = itertools.count(1)
@@ -190,7 +191,7 @@ class ApiServer:
         created = _CREATED.format(next(self._created) % 60)
         stored["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": created}
         if plural == "services" and stored["spec"].get("clusterIP") != "None":
-            stored["spec"]["clusterIP"] = f"10.96.0.{next(self._addresses)}"
+            stored["spec"]["clusterIP"] = f"{self.service_network}{next(self._addresses)}"
         self.objects[plural, stored["metadata"]["name"]] = stored
         return copy.deepcopy(stored)
 

@@ -49,7 +49,7 @@ FULL: Mapping[str, Any] = {
     "podAnnotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
     "env": {"OMP_NUM_THREADS": "8", "QUOTED": 'a "b"\nc: {d} # e'},
     "secretVariables": ["LICENCE_KEY"],
-    "files": {"experiment.yaml": "x:\n  env: CartPole-v1\n", "model/net v2.py": "class Net: ...\n"},
+    "files": {"experiment.yaml": "x:\n  env: CartPole-v1\n", "model/net v2.py": "class Net: ...\n", "model__net.py": "", "plain_name.py": ""},
     "extraVolumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "recordings", "readOnly": True}}],
     "extraVolumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
     "storage": {"size": "100Gi", "storageClass": "fast"},
@@ -194,7 +194,17 @@ def submitted(given: Mapping[str, Any]) -> dict[tuple[str, str], Manifest]:
     gamecore = replace(found.gamecore, resources=replace(own, gpus=0))
     found = replace(found, files=files, resources=own, gamecore=gamecore)
     job = plan_command(config, words, {}).job
-    return by_name(render_job(job, found, objects.job_id(job.name)).manifests)
+    rendered = by_name(render_job(job, found, objects.job_id(job.name)).manifests)
+    return _without_ttl(rendered) if component_of(values) == "fleet" and found.ttl_s is None else rendered
+
+
+def _without_ttl(rendered: dict[tuple[str, str], Manifest]) -> dict[tuple[str, str], Manifest]:
+    """Return the objects with a learner that is kept: an upgrade would create a deleted one again."""
+    learner = next(manifest for (kind, _), manifest in rendered.items() if kind == "Job")
+    del learner["spec"]["ttlSecondsAfterFinished"]
+    annotations = learner["metadata"]["annotations"]
+    annotations[objects.RECORD] = json.dumps({**json.loads(annotations[objects.RECORD]), "ttl_s": 86_400})
+    return rendered
 
 
 def by_name(manifests: Any) -> dict[tuple[str, str], Manifest]:
@@ -214,8 +224,8 @@ def run_helm(*words: str, values: Mapping[str, Any], home: Path) -> subprocess.C
     return subprocess.run([HELM, *words, "-f", str(file)], env=environment, capture_output=True, text=True, timeout=60)
 
 
-def template(values: Mapping[str, Any], home: Path) -> dict[tuple[str, str], Manifest]:
-    done = run_helm("template", "r", str(CHART), values={"image": IMAGE, **values}, home=home)
+def template(values: Mapping[str, Any], home: Path, release: str = "r") -> dict[tuple[str, str], Manifest]:
+    done = run_helm("template", release, str(CHART), values={"image": IMAGE, **values}, home=home)
     assert done.returncode == 0, done.stderr
     return by_name([each for each in yaml.safe_load_all(done.stdout) if each])
 
@@ -232,6 +242,11 @@ def normalise(manifest: Manifest, autoscaled: set[str]) -> Manifest:
     annotations.pop("helm.sh/resource-policy", None)
     if not annotations:
         found["metadata"].pop("annotations", None)
+    if pods := found.get("spec", {}).get("template"):
+        kept = {
+            name: value for name, value in pods["metadata"].pop("annotations", {}).items() if not name.startswith("checksum/")
+        }
+        pods["metadata"] |= {"annotations": kept} if kept else {}
     if found["kind"] == "Secret":
         found["data"] = sorted(found.pop("stringData", None) or found.pop("data"))
     if found["kind"] == "Deployment" and found["metadata"]["name"] in autoscaled:
@@ -357,6 +372,47 @@ def test_all_components_are_one_release(tmp_path: Path) -> None:
         assert alone.keys() <= found.keys()
         assert all(found[key] == manifest for key, manifest in alone.items() if key[0] != "Secret")
     assert template({}, tmp_path) == {}
+
+
+@needs_helm
+def test_components_of_a_release_with_a_long_name_have_different_names(tmp_path: Path) -> None:
+    together = {**CASES["serve"], **CASES["gamecore"], **CASES["fleet"]}
+    found = template(together, tmp_path, release="a" * 20 + "-" + "b" * 21)
+    owners = {name for _, name in found if name.endswith(("-serve", "-gamecore", "-fleet"))}
+    assert len(owners) == 3
+    assert all(len(name) <= objects.MAX_ID for name in owners)
+
+
+@needs_helm
+def test_a_finished_learner_is_kept_unless_a_time_is_given(tmp_path: Path) -> None:
+    """`helm upgrade`, and tools that keep a release as it is, would create a deleted Job again, and train again."""
+    assert "ttlSecondsAfterFinished" not in template(CASES["fleet"], tmp_path)["Job", "r-fleet"]["spec"]
+    assert template(CASES["fleet-scaled"], tmp_path)["Job", "r-fleet"]["spec"]["ttlSecondsAfterFinished"] == 60
+
+
+@needs_helm
+@pytest.mark.parametrize(("component", "owner"), [("serve", "r-serve"), ("gamecore", "r-gamecore"), ("fleet", "r-fleet-worker")])
+def test_changed_files_restart_the_pods_of_a_deployment(component: str, owner: str, tmp_path: Path) -> None:
+    seen = []
+    for text in ("a", "a", "b"):
+        found = template({**CASES[component], "files": {"x.yaml": text}, "podAnnotations": {"team": "games"}}, tmp_path)
+        annotations = found["Deployment", owner]["spec"]["template"]["metadata"]["annotations"]
+        assert annotations["team"] == "games"
+        seen.append(annotations["checksum/files"])
+        if component == "fleet":
+            learner = found["Job", "r-fleet"]["spec"]["template"]["metadata"]["annotations"]
+            assert learner == {"team": "games"}, "the template of a Job cannot be changed: the upgrade would fail"
+    assert seen[0] == seen[1] != seen[2]
+
+
+@needs_helm
+def test_changed_settings_of_redis_restart_it(tmp_path: Path) -> None:
+    fleet = CASES["fleet"]["fleet"]
+    seen = set()
+    for redis in ({}, {"memory": "2Gi"}):
+        found = template({**CASES["fleet"], "fleet": {**fleet, "redis": redis}}, tmp_path)
+        seen.add(found["StatefulSet", "r-fleet-memory"]["spec"]["template"]["metadata"]["annotations"]["checksum/redis"])
+    assert len(seen) == 2
 
 
 @needs_helm

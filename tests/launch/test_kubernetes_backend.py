@@ -22,9 +22,17 @@ from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.backend import KubernetesOrchestrator, remembered_places
 from ludus.launch.kubernetes.plan import fleet_job, plan_kubernetes
 from ludus.launch.kubernetes.pod import MEMORY_HOST
-from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodImage, ScaleSettings, parse_storage
+from ludus.launch.kubernetes.settings import (
+    GamecoreSettings,
+    KubernetesSettings,
+    PodCount,
+    PodImage,
+    ScaleSettings,
+    parse_storage,
+)
 from ludus.launch.kubernetes.status import SUBMIT_S
 from ludus.launch.planner import NodeRequest, RuntimeEnv
+from ludus.process.job_env import JobEnv
 from ludus.transport.message_stream import PASSWORD
 from tests.launch.kubernetes_api import ApiServer, container, running_api
 
@@ -78,6 +86,20 @@ def test_addresses_of_services_are_known_without_dns(api: ApiServer) -> None:
     assert api.objects["configmaps", f"{job_id}-addresses"]["data"] == {"head": service["spec"]["clusterIP"]}
 
 
+def test_addresses_of_services_on_ipv6_are_in_brackets_in_urls(api: ApiServer) -> None:
+    api.service_network = "fd00:10:96::"
+    fleet = replace(SETTINGS, scale=ScaleSettings(PodCount(1, 1)))
+    base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
+    job_id = KubernetesOrchestrator(fleet).submit(fleet_job("fleet", ["CartPole-v1"], 1, fleet, base=base))
+    assert api.objects["configmaps", f"{job_id}-addresses"]["data"] == {"memory": "[fd00:10:96::1]"}
+    games = replace(SETTINGS, gamecore=GamecoreSettings(enabled=True))
+    job_id = KubernetesOrchestrator(games).submit(train(nodes=2))
+    found = api.objects["configmaps", f"{job_id}-addresses"]["data"]
+    assert found["gamecore"].startswith("[fd00:10:96::")
+    assert found["head"].startswith("fd00:10:96::"), "it is one of a list of addresses"
+    assert JobEnv((found["head"],), port=6379).head == f"[{found['head']}]:6379"
+
+
 def test_secrets_reach_the_secret_and_nothing_else(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LICENCE_KEY", SECRET)
     orchestrator = KubernetesOrchestrator(SETTINGS)
@@ -98,7 +120,7 @@ def test_a_redis_of_its_own_has_a_password_that_its_clients_get(api: ApiServer) 
     base = Job("fleet", (Role("main", ("python", "-P", "-m", "ludus.cli.main")),), "main")
     job_id = KubernetesOrchestrator(settings).submit(fleet_job("fleet", ["CartPole-v1"], 2, settings, base=base))
     data = {key: base64.b64decode(value).decode() for key, value in api.objects["secrets", job_id]["data"].items()}
-    assert f"requirepass {data[PASSWORD]}\n" in data[objects.REDIS_CONF]
+    assert f'requirepass "{data[PASSWORD]}"\n' in data[objects.REDIS_CONF]
     assert len(data[PASSWORD]) >= 32
     assert "maxmemory 805306368\n" in data[objects.REDIS_CONF]
     pod = api.objects["deployments", f"{job_id}-worker"]["spec"]["template"]["spec"]

@@ -129,19 +129,42 @@ def test_secrets_become_variables(tmp_path: Path) -> None:
     assert read_secrets(tmp_path / "none") == {}
 
 
-def test_secrets_reach_the_roles_and_no_file_that_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pod_process, "SECRETS", mounted(tmp_path / "env", LICENCE_KEY="horse-battery-staple"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def run_here(*command: str) -> int:
+    """Run a command in a child of this process, which has its patches, and return the exit code."""
     child = os.fork()
     if child == 0:
-        os._exit(pod_process.run(parse_options(["--job", "x", "--role", "main", "--", "sh", "-c", "echo ${#LICENCE_KEY}"])))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os._exit(pod_process.run(parse_options(["--job", "x", "--role", "main", "--", *command])))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the mounted Secret. The process has the directories of a pod."""
+    (tmp_path / "secrets").mkdir()
+    monkeypatch.setattr(pod_process, "SECRETS", tmp_path / "secrets")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "secrets"
+
+
+def test_secrets_reach_the_roles_and_no_file(secrets: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The volume for temporary files is on the disk of the node."""
+    mounted(secrets, env__LICENCE_KEY="horse-battery-staple")
+    show = 'echo ${#LICENCE_KEY}; grep -rlF "$LICENCE_KEY" "$TMPDIR/x"; true'
+    assert run_here("sh", "-c", show) == 0
     assert capfd.readouterr().out == "20\n"
     kept = [path for path in (tmp_path / "x").rglob("*") if path.is_file() and b"horse" in path.read_bytes()]
     assert kept == []
+
+
+@pytest.mark.parametrize("key", ["serve-token", "env/LUDUS_MEMORY_PASSWORD"])
+def test_a_placeholder_in_the_secret_is_refused(secrets: Path, capfd: pytest.CaptureFixture[str], key: str) -> None:
+    """The rendered example of a Secret contains it: a service would accept a token that everybody knows."""
+    mounted(secrets, **{"token": "horse-battery-staple", key.replace("/", "__"): f"{pod_process.PLACEHOLDER}\n"})
+    assert run_here("echo", "started") == pod_process.PLACEHOLDER_CODE
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert f"The value of {key.rpartition('/')[2]} in the Secret is the placeholder 'replace-me'" in said.err
 
 
 def test_files_are_copied_into_the_working_directory(tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, ray_cluster
 from ludus.launch.kubernetes.backend import KubernetesOrchestrator
 from ludus.launch.kubernetes.client import KINDS
+from ludus.launch.kubernetes.fleet import redis_configuration
 from ludus.launch.kubernetes.objects import JobObjects, job_id
 from ludus.launch.kubernetes.pod import escape
-from ludus.launch.kubernetes.render import join_documents, render_job
+from ludus.launch.kubernetes.render import EXAMPLE, join_documents, render_job, to_files
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodImage
 from ludus.launch.kubernetes.status import JobRecord
 from ludus.transport.message_stream import PASSWORD
@@ -54,6 +55,7 @@ CASES: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     "one-pod": ({"storage": S3}, ["train", "CartPole-v1", "--stop", "timesteps=100000"]),
     "one-pod-full": (FULL, ["train", "CartPole-v1"]),
     "ray": ({"nodes": 3, "learner_nodes": 2, "min_nodes": 2, "storage": "pvc:runs"}, ["train", "CartPole-v1", "--num-workers", "auto"]),
+    "tune": ({"nodes": 2, "storage": "new:20Gi"}, ["tune", "CartPole-v1", "--num-samples", "4"]),
     "kuberay": ({"nodes": 3, "storage": "pvc:runs", "flavor": "kuberay"}, ["train", "CartPole-v1", "--num-workers", "auto"]),
     "fleet": ({"workers": 3, "storage": S3, "worker_cpus": 1.5}, ["fleet", "learner", "CartPole-v1"]),
     "fleet-scaled": (
@@ -225,6 +227,23 @@ def test_a_ray_job_has_no_further_learners() -> None:
         render_job(job, found.kubernetes_settings(), "trial")
 
 
+def test_all_nodes_of_a_sweep_mount_its_directory_and_those_of_a_training_do_not() -> None:
+    """Trials run on any node, and write below the directory of the sweep."""
+    for name, mounting in (("tune", [True, True]), ("ray", [True, False, False])):
+        found = [template["spec"] for manifest in job_objects(name).manifests for template in pod_templates(manifest)]
+        assert ["runs" in {volume["name"] for volume in spec["volumes"]} for spec in found] == mounting
+    volume = {"name": "runs", "persistentVolumeClaim": {"claimName": "tune-cartpole-v1-runs"}}
+    assert all(volume in manifest["spec"]["template"]["spec"]["volumes"] for manifest in job_objects("tune").manifests if manifest["kind"] == "Job")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("password", "written"),
+    [("abc", '"abc"'), ("two words # ' x", '"two words # \' x"'), ('a"b\\c\n', r'"a\x22b\x5cc\x0a"'), ("ü", '"ü"')],
+)
+def test_a_password_of_redis_may_contain_any_character(password: str, written: str) -> None:
+    assert f"\nrequirepass {written}\ndir /data\n" in redis_configuration(password, "1Gi")
+
+
 def test_a_service_selects_pods_that_exist() -> None:
     for name in CASES:
         found = job_objects(name)
@@ -245,23 +264,76 @@ def test_no_secret_is_rendered(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
     found, words = config(name)
-    found = found.merge(secrets=["LICENCE_KEY"], storage_credentials=credentials)
+    found = found.merge(secrets=[*environ], storage_credentials=credentials)
     job = plan_command(found, words, environ).job
     assert set(job.secrets) == set(environ)
     files = open_backend(found, words).render(job)
     assert SECRET not in "".join(files.values())
-    secret = next(text for file, text in files.items() if file.startswith("secret-"))
+    secret = files[EXAMPLE]
     assert "kubectl create secret generic" in secret
     keys = yaml.safe_load(secret)["stringData"]
     assert {*environ, objects.TOKEN, objects.CREDENTIALS} <= keys.keys()
     assert all("replace-me" in value for value in keys.values())
-    assert not any(file.startswith("secret-") for file in yaml.safe_load(files["kustomization.yaml"])["resources"])
+    assert not any("secret" in file for file in yaml.safe_load(files["kustomization.yaml"])["resources"])
 
 
-def test_a_password_in_a_command_is_refused() -> None:
-    found, _ = config("fleet")
-    with pytest.raises(UsageError, match="password"):
-        plan_command(found, ["fleet", "learner", "CartPole-v1", "--memory", f"redis://:{SECRET}@host"], {})
+def test_no_file_that_kubectl_reads_contains_a_secret() -> None:
+    """`kubectl apply -f DIR` reads yaml, yml and json. A service would accept a token that everybody knows."""
+    for name in CASES:
+        files = to_files(job_objects(name))
+        read = [yaml.safe_load(text) for file, text in files.items() if file.endswith((".yaml", ".yml", ".json"))]
+        assert "Secret" not in {manifest["kind"] for manifest in read}
+        assert yaml.safe_load(files[EXAMPLE])["kind"] == "Secret"
+
+
+def test_deleting_the_rendered_objects_keeps_the_runs() -> None:
+    files = to_files(job_objects("tune"))
+    claim = "persistentvolumeclaim-tune-cartpole-v1-runs.yaml"
+    assert claim not in yaml.safe_load(files["kustomization.yaml"])["resources"]
+    assert f"kubectl apply -f {claim}" in files[claim]
+    annotations = yaml.safe_load(files[claim])["metadata"]["annotations"]
+    assert annotations["argocd.argoproj.io/sync-options"] == "Delete=false,Prune=false"
+    assert "all but the Secret and the volume of the runs" in files["job-tune-cartpole-v1.yaml"]
+    redis = to_files(job_objects("fleet"))
+    resources = yaml.safe_load(redis["kustomization.yaml"])["resources"]
+    assert "persistentvolumeclaim-fleet-learner-memory.yaml" in resources, "it is deleted with the fleet"
+
+
+def test_applying_the_files_again_keeps_the_number_of_pods_that_an_autoscaler_has_set() -> None:
+    for name, counted in (("serve", False), ("fleet-scaled", False), ("fleet", True)):
+        found = [yaml.safe_load(text) for text in to_files(job_objects(name)).values()]
+        assert ["replicas" in each["spec"] for each in found if each["kind"] == "Deployment"] == [counted], name
+    assert job_objects("serve").owner["spec"]["replicas"] == 2, "a submitted job starts with the smallest number"
+
+
+@pytest.mark.parametrize("url", [f"redis://:{SECRET}@host", f"redis://me:{SECRET}@host:6379/1", f"redis://:{SECRET}/x@host"])
+def test_a_password_in_a_command_is_refused(url: str) -> None:
+    """Also one in `redis`, which becomes a part of the commands of learner and workers."""
+    found, words = config("fleet")
+    for keys, arguments in (({}, ["--memory", url]), ({"redis": url}, [])):
+        with pytest.raises(UsageError, match="password") as caught:
+            plan_command(found.merge(**keys), [*words, *arguments], {})
+        assert SECRET not in f"{caught.value} {caught.value.hint}"
+
+
+def test_variables_of_the_shell_are_passed_on_with_a_notice() -> None:
+    found, words = config("one-pod")
+    environ = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "WANDB_API_KEY": ""}
+    planned = plan_command(found, words, environ)
+    assert planned.job.secrets == ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    assert planned.notices == ("environment variables passed on as secrets: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY",)
+    assert plan_command(found.merge(secrets=["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]), words, environ).notices == ()
+
+
+def test_keys_of_the_shell_do_not_override_a_service_account() -> None:
+    found, words = config("one-pod")
+    environ = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "WANDB_API_KEY": SECRET}
+    planned = plan_command(found.merge(service_account="trainer", secrets=["WANDB_API_KEY"]), words, environ)
+    assert planned.job.secrets == ("WANDB_API_KEY",)
+    (notice,) = planned.notices
+    assert notice.startswith(
+        "not passed on, because the job has a service account: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; name"
+    )
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -300,6 +372,10 @@ def test_an_id_is_a_dns_label() -> None:
     assert len(job_id("a" * 63, "x7k2p")) == objects.MAX_ID
     assert objects.object_name("a" * 40, "b" * 63, 12345).endswith("-12345")
     assert len(objects.object_name("a" * 40, "b" * 63, 12345)) <= 52
+    names = {objects.object_name("a" * 40, f"worker-pool-{pool}", 0) for pool in "ab"}
+    assert len(names) == 2, "a long name is cut"
+    assert all(len(name) <= 52 for name in names)
+    assert objects.object_name("trial-x7k2p", "worker-pool-a", 0) == "trial-x7k2p-worker-pool-a-0"
     assert len({objects.id_suffix(number) for number in range(1000)}) == 1000
 
 
@@ -330,6 +406,41 @@ def test_the_record_of_a_job_survives_unknown_and_missing_keys() -> None:
     )
 
 
+def test_a_pod_of_a_service_accepts_sessions_until_proxies_know_that_it_ends() -> None:
+    """SIGTERM refuses new sessions at once, and nodes and ingresses learn of the end of a pod some seconds later."""
+    spec = job_objects("serve").owner["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert spec["terminationGracePeriodSeconds"] == 120 + 10 + 15 + 5, "the sleep takes none of the time for draining"
+
+
+def test_a_loaded_pod_of_a_service_stays_in_the_service() -> None:
+    for name in ("serve", "gamecore-server"):
+        (container,) = job_objects(name).owner["spec"]["template"]["spec"]["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["timeoutSeconds"] == 5, "the default is one second"
+            assert container[probe]["periodSeconds"] * container[probe]["failureThreshold"] >= 20
+
+
+@pytest.mark.parametrize("name", ["gamecore", "gamecore-server"])
+def test_there_are_never_two_gamecore_servers(name: str) -> None:
+    """A game is known only to the server that started it."""
+    found = job_objects(name).manifests
+    (server,) = (each["spec"] for each in found if each["kind"] == "Deployment")
+    (service,) = (each["spec"] for each in found if each["kind"] == "Service" and each["spec"]["ports"][0]["name"] == "gamecore")
+    assert server["replicas"] == 1
+    assert server["strategy"] == {"type": "Recreate"}
+    assert "publishNotReadyAddresses" not in service, "a pod that ends or starts is not the server"
+
+
+def test_two_files_never_have_one_key() -> None:
+    paths = ("a/b.yaml", "a__b.yaml", "a/b yaml", "a/b_yaml", "a b.yaml", "a_b.yaml", "ä.yaml", "ü.yaml", "x" * 250)
+    keys = [objects.file_key(path) for path in paths]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in keys)
+    assert objects.file_key("experiment_1.yaml") == "experiment_1.yaml"
+
+
 def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiment.yaml").write_text("x:\n  env: CartPole-v1\n")
@@ -340,14 +451,15 @@ def test_files_are_sent_in_a_config_map(tmp_path: Path, monkeypatch: pytest.Monk
     found = ClusterConfig().merge(on="kubernetes", image=IMAGE, storage=S3, copy=["model", "weights.bin"])
     files = open_backend(found, words).render(plan_command(found, words, {}).job)
     sent = yaml.safe_load(files["configmap-train-experiment-files.yaml"])
-    assert sent["data"] == {"model__net.py": "class Net: ...\n", "experiment.yaml": "x:\n  env: CartPole-v1\n"}
+    key = objects.file_key("model/net.py")
+    assert sent["data"] == {key: "class Net: ...\n", "experiment.yaml": "x:\n  env: CartPole-v1\n"}
     assert sent["binaryData"] == {"weights.bin": "/wA="}
     volume = next(
         each
         for each in yaml.safe_load(files["job-train-experiment.yaml"])["spec"]["template"]["spec"]["volumes"]
         if each["name"] == "files"
     )
-    assert {"key": "model__net.py", "path": "model/net.py"} in volume["configMap"]["items"]
+    assert {"key": key, "path": "model/net.py"} in volume["configMap"]["items"]
     (tmp_path / "weights.bin").write_bytes(bytes(objects.MAX_FILES_BYTES))
     with pytest.raises(UsageError, match="ConfigMap has room"):
         open_backend(found, words).render(plan_command(found, words, {}).job)
@@ -377,12 +489,16 @@ def test_the_catalogue_of_games_is_sent_to_the_gamecore_server(tmp_path: Path) -
         ({}, ["train", "CartPole-v1"], "lost with its pod.*--storage none"),
         ({"storage": "s4://x"}, ["train", "CartPole-v1"], "not a place for runs"),
         ({"storage": "pvc:Runs"}, ["train", "CartPole-v1"], "not a place for runs"),
-        ({"storage": S3}, ["tune", "CartPole-v1"], "sweep needs a directory"),
+        ({"storage": S3}, ["tune", "CartPole-v1"], "sweep needs a directory.*not S3"),
+        ({"storage": "none", "nodes": 2}, ["tune", "CartPole-v1"], "sweep needs a directory.*not one of each pod"),
         ({"storage": S3, "workers": 3}, ["train", "CartPole-v1"], "no workers in other pods.*--nodes"),
         ({"workers": "3-2", "storage": S3}, ["fleet", "learner", "CartPole-v1"], "not a number of pods"),
         ({"workers": 3}, ["fleet", "learner", "CartPole-v1"], "place for its run"),
         ({"storage": S3, "nodes": 2}, ["serve", S3], "runs on one machine"),
         ({}, ["gamecore", "serve", "--port", "1"], "23432"),
+        ({}, ["gamecore", "serve", "--port", "http"], "--port 'http' is not a number"),
+        ({}, ["serve", S3, "--drain-s", "abc"], "--drain-s 'abc' is not a number.*30"),
+        ({}, ["serve", S3, "--drain-s=inf"], "--drain-s 'inf' is not a number"),
         ({}, [], "no command"),
     ],
 )  # fmt: skip

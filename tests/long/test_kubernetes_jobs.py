@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import itertools
+import json
 import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ludus.errors import Refused, Unreachable
+from ludus.protocol.client import Client
 from tests import s3
 from tests.long.record import record
 from tests.system.kubernetes import cartpole_game
@@ -109,6 +117,92 @@ CARTPOLE_TRAINING = {
         },
     },
 }
+
+
+# -- services ---------------------------------------------------------------------------------------------------------------
+
+SESSIONS = 20
+
+
+@dataclass
+class SessionTally:
+    done: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def wait_for_more(self) -> None:
+        before = self.done
+        wait_until(lambda: self.failed or self.done >= before + SESSIONS, BUSY_S)
+
+
+@contextlib.contextmanager
+def short_sessions(url: str, token: str) -> Iterator[SessionTally]:
+    """Play one short session after the other, each on a connection of its own and without retries."""
+    tally, over = SessionTally(), threading.Event()
+
+    def play() -> None:
+        for number in itertools.count():
+            if over.wait(0.02):
+                return
+            try:
+                with Client(url, token, retries=0) as client:
+                    client.start(f"match-{number}")
+                    client.tick(f"match-{number}", json.dumps({"observation": [0.0] * 4}).encode())
+                    client.end(f"match-{number}")
+                tally.done += 1
+            except (Refused, Unreachable) as error:
+                tally.failed.append(f"match-{number}: {error}")
+
+    player = threading.Thread(target=play)
+    player.start()
+    try:
+        yield tally
+    finally:
+        over.set()
+        player.join()
+
+
+def wait_for_rollout(lab: KubernetesLab, job_id: str) -> None:
+    words = ("rollout", "status", f"deployment/{job_id}", f"--namespace={lab.namespace}", f"--timeout={BUSY_S:g}s")
+    lab.rig.kubectl(*words, timeout_s=BUSY_S + 10)
+
+
+def test_an_update_of_a_service_refuses_no_session(lab: KubernetesLab) -> None:
+    """The old pod gets SIGTERM, by which it refuses sessions, only after the nodes have learned that it ends."""
+    words = ("train", "CartPole-v1", "--stop", "iterations=3")
+    lab.ludus("submit", "-f", lab.cluster_file(ttl_s=5), "--wait", "--", *words, timeout_s=BUSY_S)
+    run = lab.run()
+    assert run is not None
+    job_id = lab.submit(lab.cluster_file(), "serve", f"/runs/{run.relative_to(lab.runs)}", "--drain-s", "5")
+    wait_for_rollout(lab, job_id)
+    (old,) = lab.pods(job_id)
+    address = lab.rig.get("service", job_id, f"--namespace={lab.namespace}")["spec"]["clusterIP"]
+    secret = lab.rig.get("secret", job_id, f"--namespace={lab.namespace}")["data"]["serve-token"]
+    url, token = f"http://{address}:8000", base64.b64decode(secret).decode()
+
+    def reachable() -> bool:
+        with Client(url, token, retries=0) as client, contextlib.suppress(Unreachable):
+            return bool(client.spec())
+        return False
+
+    wait_until(reachable, BUSY_S)
+    with short_sessions(url, token) as tally:
+        tally.wait_for_more()
+        patch = {"spec": {"template": {"metadata": {"annotations": {"updated": "true"}}}}}
+        lab.rig.kubectl("patch", "deployment", job_id, f"--namespace={lab.namespace}", f"--patch={json.dumps(patch)}")
+        wait_for_rollout(lab, job_id)
+        gone = (
+            "wait",
+            "--for=delete",
+            f"pod/{old['metadata']['name']}",
+            f"--namespace={lab.namespace}",
+            f"--timeout={BUSY_S:g}s",
+        )
+        lab.rig.kubectl(*gone, check=False, timeout_s=BUSY_S + 10)  # an error if it is already gone
+        tally.wait_for_more()
+    assert tally.failed == []
+    assert [pod["metadata"]["name"] for pod in lab.pods(job_id)] != [old["metadata"]["name"]]
+    lab.rig.kubectl("delete", "deployment", job_id, f"--namespace={lab.namespace}", "--wait=false")
+    lab.wait_until_nothing_is_left()
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------------

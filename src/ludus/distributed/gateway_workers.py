@@ -19,6 +19,7 @@ from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gateway.server import Gateway, GatewayExtension, GatewaySettings
+from ludus.io.addresses import make_listening_socket
 from ludus.process.temp_dirs import TempDir, short_temp_dir
 from ludus.process.workers.supervisor import ALWAYS, Context, Process, Supervisor
 
@@ -124,12 +125,11 @@ class GatewayWorkers:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError when the address is in use or not local."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    """A listening socket; on `::` it accepts both families. Raises UsageError when the address is in use or not local."""
+    bound, own = make_listening_socket(host, socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
+        bound.bind((own, port))
         bound.listen(1024)
         bound.setblocking(False)
     except OSError as error:

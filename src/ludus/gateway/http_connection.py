@@ -20,6 +20,7 @@ import httptools
 
 from ludus.errors import Refused
 from ludus.gateway.auth import Caller, Tokens
+from ludus.io.addresses import plain_address, url_host
 from ludus.protocol import spec
 from ludus.protocol.spec import (
     DEFAULT_OPTIONS,
@@ -765,8 +766,8 @@ class HttpConnection(asyncio.Protocol):
         port = port or self._handler.direct_port
         if not port or self.transport is None:
             return ""
-        host = self.transport.get_extra_info("sockname")[0]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        host = plain_address(self.transport.get_extra_info("sockname")[0])
+        return f"{url_host(host)}:{port}"
 
     def write_ready(self) -> None:
         """Write the complete replies at the head of the queue."""

@@ -7,11 +7,39 @@ import socket
 from ludus.errors import UsageError
 
 _SCHEME = "tcp://"
+ANY_HOST = "::"
+"""Host of a server that listens on all addresses of both families."""
+
+_ANY_IPV4 = "0.0.0.0"  # noqa: S104
+_MAPPED = "::ffff:"
 
 
 def tcp_address(host: str, port: int) -> str:
     """`tcp://host:port`."""
-    return f"{_SCHEME}[{host}]:{port}" if ":" in host else f"{_SCHEME}{host}:{port}"
+    return f"{_SCHEME}{url_host(host)}:{port}"
+
+
+def url_host(host: str) -> str:
+    """Return a host as URLs contain it: an IPv6 address is in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def plain_address(address: str) -> str:
+    """Return the address of a connection; that of an IPv4 peer at a socket for both families is an IPv4 address."""
+    rest = address.removeprefix(_MAPPED)
+    return rest if "." in rest else address
+
+
+def make_listening_socket(host: str, family: int) -> tuple[socket.socket, str]:
+    """Return a TCP socket, not yet bound, and the host to bind it to. `::` accepts both families, or IPv4 where there is no IPv6."""
+    if host != ANY_HOST:
+        return socket.socket(family, socket.SOCK_STREAM), host
+    try:
+        found = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    except OSError:  # a kernel without IPv6
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM), _ANY_IPV4
+    found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return found, host
 
 
 def is_tcp(address: str) -> bool:

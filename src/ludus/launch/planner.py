@@ -180,13 +180,18 @@ def clean_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
             notices.append(f"{IGNORED_OPTION} is ignored: Ray no longer uses a Redis password; every job has its own token")
             continue
         if _URL_PASSWORD.search(word):
-            raise UsageError(
-                "A password in a command is visible to all users of the machines it runs on.",
-                f"Leave it out of the URL, and set {PASSWORD}, or for a store AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: "
-                "they are passed on as secrets.",
-            )
+            raise password_error()
         kept.append(word)
     return kept, notices
+
+
+def password_error() -> UsageError:
+    """Return the error about a URL with a password, which would become a part of a command."""
+    return UsageError(
+        "A password in a command is visible to all users of the machines it runs on.",
+        f"Leave it out of the URL, and set {PASSWORD}, or for a store AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: "
+        "they are passed on as secrets.",
+    )
 
 
 def option_of(word: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.errors import UsageError
+from ludus.io.addresses import url_host
 
 NODES, NODE, PORT, TOKEN, RAY, WAIT = (
     "LUDUS_JOB_NODES", "LUDUS_JOB_NODE", "LUDUS_JOB_PORT", "LUDUS_JOB_TOKEN_FILE", "LUDUS_JOB_RAY", "LUDUS_JOB_WAIT_S",
@@ -50,8 +51,8 @@ class JobEnv:
 
     @property
     def head(self) -> str:
-        """HOST:PORT of the job's Ray head."""
-        return f"{self.nodes[0]}:{self.port}"
+        """HOST:PORT of the job's Ray head; an IPv6 address is in brackets."""
+        return f"{url_host(self.nodes[0])}:{self.port}"
 
     @property
     def lifeline_address(self) -> tuple[str, int]:

@@ -129,7 +129,8 @@ def read_token(path: str | Path | None) -> str | None:
 def warn_about_token_file(path: Path, tokens: Iterable[str]) -> None:
     """Log a warning about tokens that are easy to guess and about a file that other users can read.
 
-    A file of another user that our group may read was given to us, as a Secret mounted in a pod is: it is no mistake.
+    A file of another user that our group may read was given to us, as a Secret mounted in a pod is: it is no mistake. Nor can we change
+    the mode of a file on a read-only file system.
     """
     length = min(map(len, tokens))
     if length < SHORT_TOKEN:
@@ -137,5 +138,7 @@ def warn_about_token_file(path: Path, tokens: Iterable[str]) -> None:
     with contextlib.suppress(OSError):
         status = path.expanduser().stat()
         mode = status.st_mode
-        if os.name == "posix" and (mode & 0o007 or (mode & 0o070 and status.st_uid == os.getuid())):
+        if os.name != "posix" or os.statvfs(path.expanduser()).f_flag & os.ST_RDONLY:
+            return
+        if mode & 0o007 or (mode & 0o070 and status.st_uid == os.getuid()):
             log.warning("the token file %s is readable by others (mode %04o): chmod 600 %s", path, mode & 0o777, path)

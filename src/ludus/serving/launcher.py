@@ -15,6 +15,7 @@ from typing import Any
 from ludus.distributed.gateway_workers import GatewayProgram, GatewayWorkers
 from ludus.errors import LudusError
 from ludus.gateway.server import GatewaySettings, read_tokens, tls_context
+from ludus.io.addresses import url_host
 from ludus.process.temp_dirs import TempDir
 from ludus.process.workers.supervisor import Supervisor
 from ludus.serving.access_log import AccessLog
@@ -66,7 +67,7 @@ class RunningService:
     @property
     def url(self) -> str:
         host, port = self.fleet.address
-        return f"{'http' if self._plain else 'https'}://{host}:{port}"
+        return f"{'http' if self._plain else 'https'}://{url_host(host)}:{port}"
 
     def __enter__(self) -> RunningService:
         with ExitStack() as stack:

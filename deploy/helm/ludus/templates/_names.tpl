@@ -1,7 +1,17 @@
-{{/* Name of a component, which is also the id of its job. Context: root, component. At most 40 characters: objects add endings. */}}
+{{/*
+Name of a component, which is also the id of its job. Context: root, component. At most 40 characters: objects add endings. A long name of a
+release is cut, and not the component, so that the components of a release have different names.
+*/}}
 {{- define "ludus.name" -}}
-{{- $default := printf "%s-%s" .root.Release.Name .component -}}
-{{- (index .root.Values .component).name | default $default | trunc 40 | trimSuffix "-" -}}
+{{- $release := .root.Release.Name | trunc (int (sub 39 (len .component))) | trimSuffix "-" -}}
+{{- (index .root.Values .component).name | default (printf "%s-%s" $release .component) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Annotations by which changed files restart the pods of a Deployment; the template of a Job must not change. Context: the root. */}}
+{{- define "ludus.checksums" -}}
+{{- with .Values.files }}
+checksum/files: {{ toJson . | sha256sum | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* Labels by which pods of a role are selected. Context: name, role. */}}
@@ -56,9 +66,10 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* Key of a file in a ConfigMap. Context: the path. */}}
+{{/* Key of a file in a ConfigMap: the path if that is a plain name, else with a digest. Context: the path. */}}
 {{- define "ludus.fileKey" -}}
-{{- regexReplaceAll "[^A-Za-z0-9._-]" (replace "/" "__" .) "_" -}}
+{{- $key := regexReplaceAll "[^A-Za-z0-9._-]" (replace "/" "__" .) "_" -}}
+{{- if and (eq $key .) (not (contains "__" .)) (le (len .) 200) }}{{ . }}{{ else }}{{ trunc 200 $key }}-{{ sha256sum . | trunc 8 }}{{ end -}}
 {{- end -}}
 
 {{/* "true" if `ludus serve` has a certificate, else empty. Context: the root. */}}

@@ -10,6 +10,8 @@ metadata:
     {{- omit (include "ludus.labels" . | fromYaml) "ludus.dev/job" | toYaml | nindent 4 }}
   annotations:
     helm.sh/resource-policy: keep
+    argocd.argoproj.io/sync-options: Delete=false,Prune=false
+    kustomize.toolkit.fluxcd.io/prune: disabled
 spec:
   accessModes: [{{ .root.Values.storage.accessMode }}]
   resources:

@@ -1,7 +1,7 @@
 {{/*
 Pod template of a role. Context: root, name, role, image, resources, grace, restartPolicy, secret (name of the Secret), secretItems
-(list of {key, path}), command (list), and optionally index, env (list), runs, ports (name → number), probes, foreign (not an image of Ludus),
-volumes, mounts.
+(list of {key, path}), command (list), and optionally index, env (list), runs, ports (name → number), probes, preStop (seconds before
+SIGTERM), checksums (annotations by which changed settings restart the pod), foreign (not an image of Ludus), volumes, mounts.
 */}}
 {{- define "ludus.podTemplate" -}}
 metadata:
@@ -10,13 +10,13 @@ metadata:
     {{- with .index }}
     ludus.dev/index: {{ . | quote }}
     {{- end }}
-  {{- with .root.Values.podAnnotations }}
+  {{- with merge dict (.root.Values.podAnnotations | default dict) (.checksums | default dict) }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
   restartPolicy: {{ .restartPolicy }}
-  terminationGracePeriodSeconds: {{ add .grace 15 }}
+  terminationGracePeriodSeconds: {{ add .grace 15 (.preStop | default 0) }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   securityContext:
@@ -84,6 +84,12 @@ spec:
           containerPort: {{ $port }}
           protocol: TCP
         {{- end }}
+      {{- end }}
+      {{- with .preStop }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [sleep, {{ . | quote }}]
       {{- end }}
       {{- with .probes }}
       {{- toYaml . | nindent 6 }}

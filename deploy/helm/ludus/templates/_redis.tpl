@@ -11,6 +11,7 @@
       "foreign" true
       "image" $redis.image
       "resources" (dict "cpus" 1 "memory" $redis.memory "sharedMemory" "64Mi")
+      "checksums" (dict "checksum/redis" (toJson $redis | sha256sum))
       "secret" (include "ludus.secretName" .)
       "secretItems" (list (dict "key" "redis.conf" "path" "redis.conf"))
       "command" (list "redis-server" "/etc/ludus/secrets/redis.conf")
@@ -83,7 +84,7 @@ spec:
 bind * -::*
 port 6379
 protected-mode yes
-requirepass {{ .password }}
+requirepass {{ .password | quote }}
 dir /data
 appendonly yes
 appendfsync everysec

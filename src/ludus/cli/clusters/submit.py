@@ -163,9 +163,9 @@ def submit(
     )  # fmt: skip
     if target.on == "local" and target.workdir is not None:
         _change_directory(Path(target.workdir))
-    launch = plan_command(target, words or [], os.environ)
+    launch = plan_command(target, words or [], {} if render else os.environ)  # files are the same in every shell
     check_command(command_of(launch.job))
-    check_job(launch.job, os.environ)  # also for --dry-run, which must not print an invalid job
+    check_job(launch.job, None if render else os.environ)  # also for --dry-run, which must not print an invalid job
     for notice in launch.notices:
         say(notice)
     orchestrator = open_backend(target, command_of(launch.job))
@@ -197,7 +197,9 @@ def write_rendered(target: ClusterConfig, directory: Path, files: dict[str, str]
         raise UsageError(f"{directory} cannot be written: {error.strerror}.") from error
     for name in files:
         print(directory / name)
-    say(f"create the Secret first, as its file says; then: kubectl apply -k {shlex.quote(str(directory))}")
+    claims = [name for name in files if name.startswith("persistentvolumeclaim-") and name not in files["kustomization.yaml"]]
+    volume = f", and the volume by kubectl apply -f {shlex.quote(str(directory / claims[0]))}" if claims else ""
+    say(f"create the Secret as secret.yaml.example says{volume}; then: kubectl apply -k {shlex.quote(str(directory))}")
 
 
 def absolute(path: Path | None) -> Path | None:
@@ -353,5 +355,13 @@ def _format_files(target: ClusterConfig, files: dict[str, str], as_json: bool) -
     if as_json:
         return json.dumps({"on": target.on, "files": files})
     if target.on == "kubernetes":  # one stream of documents, for kubectl
-        return "".join(f"---\n{text}" for name, text in files.items() if name != "kustomization.yaml").rstrip("\n")
+        shown = {name: text for name, text in files.items() if name != "kustomization.yaml"}
+        return "".join(_comment(text) if name.endswith(".example") else f"---\n{text}" for name, text in shown.items()).rstrip(
+            "\n"
+        )
     return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")
+
+
+def _comment(text: str) -> str:
+    """Return the lines of a YAML file as comments: what kubectl must not create from the stream."""
+    return "".join(line if line.startswith("#") else f"# {line}" for line in text.splitlines(keepends=True))

@@ -96,12 +96,14 @@ def serve(
     """Run a server that starts, monitors and stops game processes on request. Only games of the catalogue can be started. Ctrl-C stops it and its games."""
     from ludus.gamecore.server.http.app import serve as run
     from ludus.gamecore.server.settings import Settings
+    from ludus.io.addresses import url_host
 
     def announce(host: str, port: int) -> None:
         if as_json:
             print(json.dumps({"host": host, "port": port}), flush=True)
         else:
-            print(f"gamecore server at http://{host}:{port}; `ludus gamecore test --server {host}:{port}` tests it", flush=True)
+            at = f"{url_host(host)}:{port}"
+            print(f"gamecore server at http://{at}; `ludus gamecore test --server {at}` tests it", flush=True)
 
     settings = Settings(host=host, port=port, games=games, max_games=max_games, token_file=token_file, state_dir=state_dir)
     run(settings, supervise=supervise, announce=announce)

@@ -167,6 +167,7 @@ def _with_limits(
 
 def _announce(running: RunningService, workers: int, secure: bool, as_json: bool) -> None:
     from ludus.cli.output import say
+    from ludus.io.addresses import url_host
 
     host, port = running.fleet.address
     versions = {name: agent.current for name, agent in running.follower.routes.agents.items()}
@@ -176,7 +177,7 @@ def _announce(running: RunningService, workers: int, secure: bool, as_json: bool
     origins = {name: found.origin for name, found in running.follower.serving().items()}
     models = ", ".join(f"{name} version {number} ({origins[name]})" for name, number in versions.items())
     scheme = "https" if secure else "http"
-    say(f"serving {models} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
+    say(f"serving {models} at {scheme}://{url_host(host)}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
 
 
 def _backend(given: str) -> Backend:

@@ -75,8 +75,11 @@ def run_distributed(
     use_credentials(file, os.environ, say)
     if file.orchestrator == KUBERNETES:
         from ludus.cli.training.distributed_kubernetes import kubernetes_fleet
+        from ludus.launch.kubernetes.plan import secret_notices
 
         job, opened = kubernetes_fleet(file, name, arguments, workers, models)
+        for notice in secret_notices(job.secrets, (), os.environ):
+            say(notice)
     else:
         job, opened = fleet_job(file, name, arguments, workers, redis_role.free_port(), models), None
     if opened is None or "://" in job.place:  # a volume can be read in pods only

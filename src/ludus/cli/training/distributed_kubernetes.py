@@ -36,7 +36,9 @@ def kubernetes_fleet(
     if models is not None:
         environment[MODELS] = f"{WORK}/{models.name}"
         settings = replace(settings, files={**settings.files, **read_job_files([models], ())})
-    secrets = tuple(dict.fromkeys([*config.secrets, *(each for each in (PASSWORD, *SECRETS) if os.environ.get(each))]))
+    # Keys of this shell would override the identity of a service account. The password of Redis may come from the INI file.
+    known = (PASSWORD,) if config.service_account else (PASSWORD, *SECRETS)
+    secrets = tuple(dict.fromkeys([*config.secrets, *(each for each in known if os.environ.get(each))]))
     python = config.python or PYTHON
     main = Role(MAIN, (python, "-P", "-m", "ludus.cli.main"), environment=environment)
     base = Job(name, (main,), MAIN, secrets, GRACE_S)

@@ -220,7 +220,9 @@ class KubernetesOrchestrator:
             elif manifest["kind"] == "ConfigMap" and metadata["name"] == objects.object_name(
                 metadata["labels"][JOB], "addresses"
             ):
-                owned["data"] = {key: addresses.get(host, host) for key, host in manifest["data"].items()}
+                owned["data"] = {
+                    key: objects.mapped_host(key, addresses.get(host, host)) for key, host in manifest["data"].items()
+                }
             created = self._create_optional(owned)
             if manifest["kind"] == "Service" and created is not None:
                 addresses[metadata["name"]] = str(created["spec"].get("clusterIP") or metadata["name"])

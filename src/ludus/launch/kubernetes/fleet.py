@@ -10,7 +10,8 @@ from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.one_pod import HELPED_TTL_S
-from ludus.launch.kubernetes.pod import ENV_SECRETS, MEMORY_HOST, SECRETS, RolePod
+from ludus.launch.kubernetes.pod import MEMORY_HOST, SECRETS, RolePod
+from ludus.launch.kubernetes.pod_process import ENV_SECRETS, PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodCount, PodResources, parse_quantity
 from ludus.transport.message_stream import PASSWORD
 
@@ -49,7 +50,7 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     keys = (PASSWORD, objects.REDIS_CONF) if own_redis else ()
     found += objects.job_wide_objects(job, settings, identity, shared=True, secret_keys=keys)
     if own_redis:
-        found[-1]["stringData"][objects.REDIS_CONF] = redis_configuration(objects.PLACEHOLDER, settings.redis.memory)
+        found[-1]["stringData"][objects.REDIS_CONF] = redis_configuration(PLACEHOLDER, settings.redis.memory)
         found += redis_server(roles[MEMORY], job, settings, identity)
     found.append(pod.deployment(worker, job, settings, identity, count.least))
     if count.scales:
@@ -97,6 +98,12 @@ def redis_server(role: Role, job: Job, settings: KubernetesSettings, identity: s
 def redis_configuration(password: str, memory: str) -> str:
     """Return redis.conf. Nothing is evicted: a full server rejects writes. A crash loses at most about a second of data."""
     return (
-        f"bind * -::*\nport {REDIS_PORT}\nprotected-mode yes\nrequirepass {password}\ndir /data\nappendonly yes\nappendfsync everysec\n"
+        f"bind * -::*\nport {REDIS_PORT}\nprotected-mode yes\nrequirepass {_quote(password)}\ndir /data\nappendonly yes\nappendfsync everysec\n"
         f'save ""\ndaemonize no\nlogfile ""\nmaxmemory {int(parse_quantity(memory) * _REDIS_SHARE)}\nmaxmemory-policy noeviction\n'
     )
+
+
+def _quote(value: str) -> str:
+    """Return a value of redis.conf, which may contain blanks, quotes and control characters."""
+    escaped = "".join(f"\\x{ord(char):02x}" if char in '\\"' or ord(char) < 0x20 else char for char in value)
+    return f'"{escaped}"'

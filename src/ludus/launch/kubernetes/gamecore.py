@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ludus.io.addresses import ANY_HOST
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
 from ludus.launch.kubernetes.objects import JobObjects, Manifest
 from ludus.launch.kubernetes.pod import GAMECORE_HOST_KEY, GAMECORE_PORT, SECRETS, RolePod
+from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import GamecoreSettings, KubernetesSettings
 
 ROLE = "gamecore"
@@ -23,8 +25,8 @@ def render_service(job: Job, settings: KubernetesSettings, identity: str) -> Job
     main = next(role for role in job.roles if role.name == job.main)
     server = _server_pod(main, settings, settings)
     found = [
-        pod.deployment(server, job, settings, identity, 1, name=identity),
-        objects.service(identity, main.name, {"gamecore": GAMECORE_PORT}),
+        _server_deployment(server, job, settings, identity, name=identity),
+        objects.service(identity, main.name, {"gamecore": GAMECORE_PORT}, ready_only=True),
         *objects.job_wide_objects(
             job, settings, identity, shared=False, secret_keys=(objects.GAMECORE_TOKEN,), open_ports=((main.name, GAMECORE_PORT),)
         ),
@@ -42,8 +44,8 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
     role = Role(ROLE, command, environment=main.environment)
     # Without the variables of a client: the server's own games must not order matches from it.
     alone = replace(settings, gamecore=replace(settings.gamecore, enabled=False))
-    server = pod.deployment(_server_pod(role, settings, alone), job, alone, identity, 1)
-    service = objects.service(identity, ROLE, {"gamecore": GAMECORE_PORT})
+    server = _server_deployment(_server_pod(role, settings, alone), job, alone, identity)
+    service = objects.service(identity, ROLE, {"gamecore": GAMECORE_PORT}, ready_only=True)
     manifests = [*found.manifests, server]
     manifests.insert(1, service)
     host = objects.object_name(identity, ROLE)
@@ -53,7 +55,7 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
         if _is_address_map(manifest, identity):
             manifest["data"][GAMECORE_HOST_KEY] = host
         elif manifest["kind"] == "Secret":
-            manifest["stringData"][objects.GAMECORE_TOKEN] = objects.PLACEHOLDER
+            manifest["stringData"][objects.GAMECORE_TOKEN] = PLACEHOLDER
     return replace(
         found, manifests=tuple(manifests), extra_processes={**found.extra_processes, ROLE: 1}, scaled=(*found.scaled, ROLE)
     )
@@ -62,7 +64,7 @@ def add_server(found: JobObjects, job: Job, settings: KubernetesSettings, identi
 def server_command(gamecore: GamecoreSettings) -> tuple[str, ...]:
     """Return the arguments of `ludus` that start the server in a pod."""
     catalogue = ("--games", gamecore.games) if gamecore.games else ()
-    listen = ("--host", "0.0.0.0", "--port", str(GAMECORE_PORT))  # noqa: S104 # the network policy admits the job's own pods only
+    listen = ("--host", ANY_HOST, "--port", str(GAMECORE_PORT))  # the network policy admits the job's own pods only
     return (
         "gamecore",
         "serve",
@@ -75,8 +77,15 @@ def server_command(gamecore: GamecoreSettings) -> tuple[str, ...]:
     )
 
 
+def _server_deployment(server: RolePod, job: Job, settings: KubernetesSettings, identity: str, *, name: str = "") -> Manifest:
+    """Return a Deployment that ends its pod before it starts another: two servers would share the address."""
+    found = pod.deployment(server, job, settings, identity, 1, name=name)
+    found["spec"]["strategy"] = {"type": "Recreate"}
+    return found
+
+
 def _server_pod(role: Role, settings: KubernetesSettings, alone: KubernetesSettings) -> RolePod:
-    probe: Mapping[str, Any] = {"httpGet": {"path": "/health", "port": GAMECORE_PORT}}
+    probe: Mapping[str, Any] = {"httpGet": {"path": "/health", "port": GAMECORE_PORT}, "timeoutSeconds": 5}
     return RolePod(
         role,
         resources=settings.gamecore.resources or alone.resources,
@@ -86,7 +95,7 @@ def _server_pod(role: Role, settings: KubernetesSettings, alone: KubernetesSetti
         ports={"gamecore": GAMECORE_PORT},
         probes={
             "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 60},
-            "readinessProbe": {**probe, "periodSeconds": 5},
+            "readinessProbe": {**probe, "periodSeconds": 5, "failureThreshold": 6},
             "livenessProbe": {**probe, "periodSeconds": 20, "failureThreshold": 6},
         },
     )

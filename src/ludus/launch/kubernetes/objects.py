@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from typing import Any
 import yaml
 
 from ludus.errors import UsageError
+from ludus.io.addresses import url_host
 from ludus.launch.job import Job
+from ludus.launch.kubernetes.pod_process import PLACEHOLDER
 from ludus.launch.kubernetes.settings import KubernetesSettings, RunStorage
 
 Manifest = dict[str, Any]
@@ -40,19 +43,28 @@ TOKEN, REDIS_CONF, CREDENTIALS, SERVE_TOKEN, GAMECORE_TOKEN = (
 )
 """Keys of the Secret that are not names of environment variables."""
 
+HEAD_KEY = "head"
+"""Key of the address map for the head of the job's Ray."""
+
 MONITORING_API = "monitoring.coreos.com/v1"
 """API of the Prometheus operator."""
 
 MAX_ID = 40
 """Length of a job id: names of objects add a role and an index, and a Service's name has at most 63 characters."""
 
+_MAX_NAME = 52
+"""Length of the name of an object: the pods of a Job and of a Deployment add up to 11 characters, of 63."""
+
 MAX_FILES_BYTES = 900_000
 """Total size of files in a ConfigMap, which the API server limits to 1 MiB."""
 
-PLACEHOLDER = "replace-me"
+KEEP = {"argocd.argoproj.io/sync-options": "Delete=false,Prune=false", "kustomize.toolkit.fluxcd.io/prune": "disabled"}
+"""Annotations by which Argo CD and Flux never delete an object."""
+
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _FILE_KEY = re.compile(r"[^A-Za-z0-9._-]")
+_MAX_KEY = 200
 
 
 @dataclass(frozen=True)
@@ -105,10 +117,12 @@ def metadata(name: str, identity: str, role: str, index: int | None = None) -> M
 
 
 def object_name(identity: str, role: str, index: int | None = None) -> str:
-    """Return the name of an object of a role: a DNS label."""
+    """Return the name of an object of a role: a DNS label. A long one is cut, and ends with a digest that tells it from others."""
     stem = f"{identity}-{_UNSAFE.sub('-', role.lower()).strip('-')}"
     ending = "" if index is None else f"-{index}"
-    return f"{stem[: 52 - len(ending)].rstrip('-')}{ending}"
+    if len(stem) + len(ending) > _MAX_NAME:
+        ending = f"-{_digest(role, 6)}{ending}"
+    return f"{stem[: _MAX_NAME - len(ending)].rstrip('-')}{ending}"
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------------
@@ -138,6 +152,11 @@ def address_map(identity: str, role: str, addresses: Mapping[str, str]) -> Manif
     }
 
 
+def mapped_host(key: str, host: str) -> str:
+    """Return a host as the address map has it: the head of Ray as an address, the others as a part of URLs."""
+    return host if key == HEAD_KEY else url_host(host)
+
+
 def file_map(identity: str, role: str, files: Mapping[str, bytes]) -> Manifest:
     """Return the ConfigMap with the files of the working directory. Raises UsageError if they are too large."""
     if (size := sum(map(len, files.values()))) > MAX_FILES_BYTES:
@@ -160,8 +179,13 @@ def file_map(identity: str, role: str, files: Mapping[str, bytes]) -> Manifest:
 
 
 def file_key(path: str) -> str:
-    """Return the key of a file in a ConfigMap, where slashes are not allowed."""
-    return _FILE_KEY.sub("_", path.replace("/", "__"))
+    """Return the key of a file in a ConfigMap, where slashes are not allowed. Keys of other paths than plain names have a digest."""
+    key = _FILE_KEY.sub("_", path.replace("/", "__"))
+    return path if key == path and "__" not in path and len(path) <= _MAX_KEY else f"{key[:_MAX_KEY]}-{_digest(path, 8)}"
+
+
+def _digest(text: str, length: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def secret(identity: str, role: str, keys: Iterable[str]) -> Manifest:
@@ -196,7 +220,13 @@ def run_claim(job: Job, identity: str, storage: RunStorage, *, shared: bool) -> 
     name = run_claim_name(job.name)
     manifest = volume_claim(name, identity, job.main, storage.size, mode=mode, storage_class=storage.storage_class)
     del manifest["metadata"]["labels"][JOB]  # not part of the job: it is kept
+    manifest["metadata"]["annotations"] = dict(KEEP)
     return [manifest]
+
+
+def is_kept(manifest: Manifest) -> bool:
+    """Whether an object belongs to no job, and stays when the job is deleted."""
+    return JOB not in manifest["metadata"]["labels"]
 
 
 def run_claim_name(name: str) -> str:

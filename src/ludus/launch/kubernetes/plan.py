@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.errors import UsageError
+from ludus.io.addresses import ANY_HOST
 from ludus.launch.job import Job, Role, check_job
 from ludus.launch.kubernetes import fleet, serve
 from ludus.launch.kubernetes.objects import GAMECORE_TOKEN
 from ludus.launch.kubernetes.pod import GAMECORE_PORT, RUNS, SECRETS
 from ludus.launch.kubernetes.settings import KubernetesSettings, RunStorage
-from ludus.launch.planner import NodeRequest, PlannedJob, RuntimeEnv, plan_job
+from ludus.launch.planner import SECRETS as KNOWN_SECRETS
+from ludus.launch.planner import NodeRequest, PlannedJob, RuntimeEnv, password_error, plan_job
 from ludus.storage.s3_url import S3Url
+from ludus.transport.message_stream import split_password
 
 PYTHON = "python"
 """The interpreter in the image."""
 
 _LOCAL_DIR = ("--local-dir", "-ep", "--experiment-path")
-_ANY_ADDRESS = "0.0.0.0"  # noqa: S104 # in a pod; a token is required, and the network policy opens one port
 
 
 def plan_kubernetes(
@@ -42,21 +45,39 @@ def plan_kubernetes(
             "--workers is for `fleet learner`; train and tune use --nodes, serve uses --replicas.",
         )
     if command.words[0] in ("train", "tune"):
-        command = _with_run_storage(command, settings.storage, storage_given)
+        command = _with_run_storage(command, settings.storage, storage_given, nodes.count)
     elif command.words[0] == "serve":
-        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", serve.TOKEN_FILE)
-        drain_s = float(command.value("--drain-s") or serve.DRAIN_S)
-        grace_s = max(grace_s, drain_s + 10)
+        command = command.with_default("--host", ANY_HOST).with_default("--token-file", serve.TOKEN_FILE)
+        grace_s = max(grace_s, command.number("--drain-s", default=serve.DRAIN_S) + 10)
     elif command.words[:2] == ("gamecore", "serve"):
-        command = command.with_default("--host", _ANY_ADDRESS).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
-        if int(command.value("--port") or GAMECORE_PORT) != GAMECORE_PORT:
+        command = command.with_default("--host", ANY_HOST).with_default("--token-file", f"{SECRETS}/{GAMECORE_TOKEN}")
+        if command.number("--port", default=GAMECORE_PORT) != GAMECORE_PORT:
             raise UsageError(f"On Kubernetes a gamecore server listens on port {GAMECORE_PORT}.", "Leave --port out.")
-    planned = plan_job(command.words, environ=environ, name=name, nodes=nodes, runtime=runtime, grace_s=grace_s)
+    forwarded = (
+        {} if settings.extras.service_account else environ
+    )  # keys of this shell would override the identity of the account
+    planned = plan_job(command.words, environ=forwarded, name=name, nodes=nodes, runtime=runtime, grace_s=grace_s)
     job = planned.job
+    notices = (*planned.notices, *secret_notices(job.secrets, runtime.secrets, environ))
     if settings.scale.workers is not None:
         arguments = command.words[2:]
         job = fleet_job(job.name, arguments, settings.scale.workers.least, settings, base=job)
-    return PlannedJob(replace(job, place=job.place or _place(settings.storage)), planned.notices)
+    return PlannedJob(replace(job, place=job.place or _place(settings.storage)), notices)
+
+
+def secret_notices(secrets: Sequence[str], named: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return what the user should know about variables with credentials that nobody named. `secrets`: those of the job."""
+    unnamed = [variable for variable in KNOWN_SECRETS if environ.get(variable) and variable not in named]
+    sent = ", ".join(variable for variable in unnamed if variable in secrets)
+    kept = ", ".join(variable for variable in unnamed if variable not in secrets)
+    return [
+        *([f"environment variables passed on as secrets: {sent}"] if sent else []),
+        *(
+            [f"not passed on, because the job has a service account: {kept}; name them in `secrets` if it needs them"]
+            if kept
+            else []
+        ),
+    ]
 
 
 def fleet_job(name: str, arguments: Sequence[str], workers: int, settings: KubernetesSettings, *, base: Job) -> Job:
@@ -71,6 +92,8 @@ def fleet_job(name: str, arguments: Sequence[str], workers: int, settings: Kuber
             "A fleet needs a place for its run that all pods reach.", "Add --storage s3://…, pvc:NAME or nfs:SERVER:/PATH."
         )
     memory = command.value("--memory") or settings.redis.url or fleet.REDIS_URL
+    if split_password(memory)[1] is not None:
+        raise password_error()
     connection = ("--memory", memory, "--store", store)
     for option, value in zip(connection[::2], connection[1::2], strict=True):
         command = command.with_default(option, value)
@@ -102,7 +125,7 @@ def _place(storage: RunStorage) -> str:
     return storage.url or (f"pvc:{storage.claim}" if storage.claim else "")
 
 
-def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool) -> CommandLine:
+def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool, nodes: int) -> CommandLine:
     if command.value(*_LOCAL_DIR) is not None or command.value("--resume") is not None:
         return command
     if not given:
@@ -110,9 +133,10 @@ def _with_run_storage(command: CommandLine, storage: RunStorage, given: bool) ->
             "The run would be lost with its pod: no storage is given.",
             "Add --storage s3://BUCKET/PREFIX, pvc:NAME, new:50Gi or nfs:SERVER:/PATH; --storage none if the run may be lost.",
         )
-    if command.words[0] == "tune" and storage.url:
+    if command.words[0] == "tune" and (storage.url or (nodes > 1 and not storage.is_volume)):
         raise UsageError(
-            "A sweep needs a directory that its processes share, not S3.", "Use --storage pvc:NAME, new:50Gi or nfs:SERVER:/PATH."
+            f"A sweep needs a directory that its processes share, not {'S3' if storage.url else 'one of each pod'}.",
+            "Use --storage pvc:NAME, new:50Gi or nfs:SERVER:/PATH.",
         )
     return command.with_default("--local-dir", storage.url or RUNS)
 
@@ -140,6 +164,17 @@ class CommandLine:
             option, equals, value = word.partition("=")
             if option.replace("_", "-") in names:
                 found = value if equals else next(iter(self.words[at + 1 : at + 2]), "")
+        return found
+
+    def number(self, *names: str, default: float) -> float:
+        """Return the last value of an option as a number. Raises UsageError."""
+        text = self.value(*names)
+        try:
+            found = default if text is None else float(text)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise UsageError(f"{names[0]} {text!r} is not a number.", f"Use a number such as {default:g}.")
         return found
 
     def with_default(self, name: str, value: str) -> CommandLine:

@@ -16,6 +16,7 @@ from typing import Any
 from ludus.launch.job import Job, Role, RoleRestart
 from ludus.launch.kubernetes import objects
 from ludus.launch.kubernetes.objects import Manifest
+from ludus.launch.kubernetes.pod_process import ENV_SECRETS
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodResources, RunStorage
 from ludus.process import job_env
 from ludus.storage.s3_url import S3Url
@@ -23,8 +24,6 @@ from ludus.storage.s3_url import S3Url
 USER = 10001
 GAMECORE_PORT, GAMECORE_HOST_KEY = 23432, "gamecore"
 WORK, RUNS, FILES, SECRETS = "/workspace", "/runs", "/etc/ludus/files", "/etc/ludus/secrets"
-ENV_SECRETS = "env"
-"""Folder of SECRETS whose files are environment variables of the roles."""
 MODULE = "ludus.launch.kubernetes.pod_process"
 POD_IP, MEMORY_HOST, GAMECORE_HOST, HEAD_HOST = "LUDUS_POD_IP", "LUDUS_MEMORY_HOST", "LUDUS_GAMECORE_HOST", "LUDUS_HEAD_HOST"
 REFERENCES = (POD_IP, MEMORY_HOST, GAMECORE_HOST, HEAD_HOST)
@@ -47,6 +46,7 @@ class RolePod:
 
     `addresses`: variable → key of the address map. `restart`: how `pod_process` turns the exit code into one that the kubelet restarts.
     `secret_files`: further keys of the Secret → paths below SECRETS. `image`: "": that of the job. `raw_command`: not by `pod_process`.
+    `pre_stop_s`: seconds before SIGTERM, in which the pod still works while proxies learn that it ends.
     """
 
     role: Role
@@ -62,6 +62,7 @@ class RolePod:
     raw_command: bool = False
     ports: Mapping[str, int] = field(default_factory=dict)
     probes: Mapping[str, Any] = field(default_factory=dict)
+    pre_stop_s: int = 0
 
 
 # -- pods -------------------------------------------------------------------------------------------------------------------
@@ -88,8 +89,10 @@ def pod_template(pod: RolePod, job: Job, settings: KubernetesSettings, identity:
         container["imagePullPolicy"] = settings.image.pull_policy
     if pod.ports:
         container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in pod.ports.items()]
+    if pod.pre_stop_s:
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(pod.pre_stop_s)]}}}
     container |= pod.probes
-    spec = pod_spec(settings, [container], volumes, restart_policy, grace_period_s(job.grace_s))
+    spec = pod_spec(settings, [container], volumes, restart_policy, pod.pre_stop_s + grace_period_s(job.grace_s))
     return {"metadata": _pod_metadata(settings, identity, pod.role.name, pod.index), "spec": spec}
 
 

@@ -23,7 +23,13 @@ from ludus.launch.job_dir import JOB, JobDirectory, hostname, job_to_json
 from ludus.launch.supervisor import run_guard
 from ludus.process.job_env import NODE, RUN, JobEnv
 
-FILES, SECRETS = Path("/etc/ludus/files"), Path("/etc/ludus/secrets/env")
+FILES, SECRETS = Path("/etc/ludus/files"), Path("/etc/ludus/secrets")
+ENV_SECRETS = "env"
+"""Folder of SECRETS whose files are environment variables of the roles."""
+
+PLACEHOLDER = "replace-me"
+"""Value of every key of a Secret in rendered files. A process that is given it must not start: everybody knows it."""
+
 TERMINATION_LOG = Path("/dev/termination-log")
 EXIT_CODE = "exit code "
 """Beginning of the termination message if the container's exit code is not that of the command."""
@@ -31,6 +37,9 @@ EXIT_CODE = "exit code "
 INDEX = "LUDUS_JOB_INDEX"
 RESTART_CODE = 75
 """Exit code of a container whose command ended with 0 and is to be restarted."""
+
+PLACEHOLDER_CODE = 2
+"""Exit code of a container whose Secret contains placeholders, as of a command with a wrong option."""
 
 _MAX_SECRET = 1 << 20
 
@@ -124,7 +133,7 @@ def map_exit_code(code: int, restart: RoleRestart) -> tuple[int, str]:
 
 
 def read_secrets(folder: Path) -> dict[str, str]:
-    """Read the variables in a mounted Secret, whose files are links."""
+    """Read the variables in a folder of a mounted Secret, whose files are links."""
     found: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
@@ -132,6 +141,15 @@ def read_secrets(folder: Path) -> dict[str, str]:
                 with open(path, "rb") as file:
                     found[path.name] = file.read(_MAX_SECRET).decode()
     return found
+
+
+def find_placeholders(folder: Path) -> list[str]:
+    """Return the names of the mounted values that are still the placeholder."""
+    return [
+        path.name
+        for path in sorted((*folder.glob("[!.]*"), *folder.glob(f"{ENV_SECRETS}/[!.]*")))
+        if path.is_file() and path.stat().st_size <= _MAX_SECRET and path.read_bytes().strip() == PLACEHOLDER.encode()
+    ]
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -146,6 +164,12 @@ def copy_files(source: Path, target: Path) -> None:
 
 def run(options: PodOptions) -> int:
     """Run the roles of this pod to their end and return the exit code of the container."""
+    if names := find_placeholders(SECRETS):
+        sys.stderr.write(
+            f"The value of {', '.join(names)} in the Secret is the placeholder {PLACEHOLDER!r}. "
+            "Create the Secret with real values, then start this pod again.\n"
+        )
+        return PLACEHOLDER_CODE
     copy_files(FILES, Path.cwd())
     job = pod_job(options, os.environ)
     os.environ.pop(RUN, None)
@@ -154,7 +178,7 @@ def run(options: PodOptions) -> int:
     shutil.rmtree(directory.path, ignore_errors=True)  # of the container before, which the kubelet has restarted
     status = JobStatus(options.job, options.job, "pending", submitted_at=time.time())
     directory.create({JOB: job_to_json(job)}, status)
-    directory.write_secrets(read_secrets(SECRETS))
+    os.environ.update(read_secrets(SECRETS / ENV_SECRETS))  # inherited by the roles: a file would be on the disk of the node
     prefixes = {role.name: f"{role.name}-{role.environment[INDEX]}: " for role in options.beside}
     code = run_guard(directory, starter=PodStarter, open_log=lambda role, index, path: StdoutLog(prefixes.get(role, "")))
     mapped, message = map_exit_code(code, options.restart)

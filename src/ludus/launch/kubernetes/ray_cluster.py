@@ -14,7 +14,7 @@ from importlib import metadata
 from ludus.errors import UsageError
 from ludus.launch.job import Job, Role
 from ludus.launch.kubernetes import objects, pod
-from ludus.launch.kubernetes.objects import JobObjects, Manifest
+from ludus.launch.kubernetes.objects import HEAD_KEY, JobObjects, Manifest
 from ludus.launch.kubernetes.one_pod import HELPED_TTL_S
 from ludus.launch.kubernetes.pod import HEAD_HOST, POD_IP, SECRETS, RolePod
 from ludus.launch.kubernetes.settings import KubernetesSettings, PodResources
@@ -22,7 +22,6 @@ from ludus.process import job_env
 from ludus.process.job_env import JobEnv
 
 PORT = 6379
-HEAD_KEY = "head"
 LEAVE_S = 1800
 """A node ends for good when the head cannot be reached for this long. A main pod that is replaced is back sooner."""
 
@@ -43,8 +42,8 @@ _RAY_START = ("sh", "-c", "ulimit -n 65536; exec $KUBERAY_GEN_RAY_START_CMD")
 _SUBMITTER = PodResources(1, "1Gi", shm="64Mi")
 
 
-def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> JobObjects:
-    """Return the objects of a job with its own Ray cluster."""
+def render_objects(job: Job, settings: KubernetesSettings, identity: str, *, nodes_write_runs: bool = False) -> JobObjects:
+    """Return the objects of a job with its own Ray cluster. `nodes_write_runs`: whether all nodes, not only the first, write runs."""
     if settings.flavor == "kuberay":
         return _render_ray_job(job, settings, identity)
     main = next(role for role in job.roles if role.name == job.main)
@@ -58,7 +57,12 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str) -> Job
     for node in range(1, job.nodes):
         (first, index), *others = processes_at(job, node)
         worker = RolePod(
-            _leaving(first), index, tuple(others), _node_environment(job, node), {HEAD_HOST: HEAD_KEY}, needs_runs=False
+            _leaving(first),
+            index,
+            tuple(others),
+            _node_environment(job, node),
+            {HEAD_HOST: HEAD_KEY},
+            needs_runs=nodes_write_runs,
         )
         found.append(pod.process_job(worker, job, settings, identity))
         hosts |= {f"{role.name}-{at}": f"{first.name}-{index}" for role, at in others}

@@ -14,6 +14,10 @@ from ludus.launch.kubernetes.settings import KubernetesSettings
 
 PORT = 8000
 DRAIN_S = 30.0
+PRE_STOP_S = 5
+"""Seconds that a pod accepts sessions after it was removed from the Services: proxies and nodes learn of the removal later."""
+
+PROBE_TIMEOUT_S = 5
 AFFINITY_S = 10_800
 TOKEN_FILE = f"{SECRETS}/{objects.SERVE_TOKEN}"
 
@@ -21,17 +25,18 @@ TOKEN_FILE = f"{SECRETS}/{objects.SERVE_TOKEN}"
 def render_objects(job: Job, settings: KubernetesSettings, identity: str, *, port: int = PORT, tls: bool = False) -> JobObjects:
     """Return the objects of a service. `port`, `tls`: as its command listens."""
     main = next(role for role in job.roles if role.name == job.main)
-    scheme = {"scheme": "HTTPS"} if tls else {}
     replicas = settings.scale.replicas
     server = RolePod(
         main,
         secret_files={objects.SERVE_TOKEN: objects.SERVE_TOKEN},
         ports={"http": port},
+        # A loaded pod replies late. If it were taken out of the Services, the others would get its load.
         probes={
-            "startupProbe": {"httpGet": {"path": "/health", "port": port, **scheme}, "periodSeconds": 2, "failureThreshold": 150},
-            "readinessProbe": {"httpGet": {"path": "/ready", "port": port, **scheme}, "periodSeconds": 2},
-            "livenessProbe": {"httpGet": {"path": "/health", "port": port, **scheme}, "periodSeconds": 10, "failureThreshold": 6},
+            "startupProbe": _probe("/health", port, tls, period_s=2, failures=150),
+            "readinessProbe": _probe("/ready", port, tls, period_s=2, failures=10),
+            "livenessProbe": _probe("/health", port, tls, period_s=10, failures=6),
         },
+        pre_stop_s=PRE_STOP_S,
     )
     service = objects.service(identity, main.name, {"http": port}, ready_only=True)
     service["metadata"]["name"] = identity
@@ -53,6 +58,11 @@ def render_objects(job: Job, settings: KubernetesSettings, identity: str, *, por
     if replicas.scales:
         found.append(_autoscaler(identity, main.name, settings))
     return JobObjects(tuple(found), scaled=(main.name,))
+
+
+def _probe(path: str, port: int, tls: bool, *, period_s: int, failures: int) -> Manifest:
+    get = {"path": path, "port": port, **({"scheme": "HTTPS"} if tls else {})}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": failures}
 
 
 def _disruption_budget(identity: str, role: str) -> Manifest:

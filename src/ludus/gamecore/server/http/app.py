@@ -25,6 +25,7 @@ from ludus.gamecore.server import catalogue
 from ludus.gamecore.server.settings import ServerLimits, Settings
 from ludus.gamecore.server.state_dir import StateDir, default_directory
 from ludus.gateway.auth import RateLimit
+from ludus.io.addresses import make_listening_socket
 from ludus.io.rotating_log import LogWriter
 
 if TYPE_CHECKING:
@@ -119,15 +120,15 @@ def running(settings: Settings) -> Iterator[RunningServer]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises UsageError."""
+    """Return a listening socket; on `::` it accepts both families. Raises UsageError."""
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, number)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound, own = make_listening_socket(host, family)
     except OSError as error:
         raise UsageError(f"{host} is not an address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        bound.bind(address if own == host else (own, port))
         bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
