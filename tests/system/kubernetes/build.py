@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests import tools
 
 CACHE = "LUDUS_TESTS_CACHE"
@@ -57,7 +55,8 @@ def cache_directory() -> Path:
 
 
 def build(directory: Path | None = None) -> Programs:
-    """Build what is not there yet, which takes 6 to 30 minutes. Skips the test where that is impossible, with the reason.
+    """Build what is not there yet, which takes 6 to 30 minutes. Skips the test where that is impossible, with the reason;
+    with LUDUS_TESTS_REQUIRE=1 the test fails.
 
     Several processes may ask at once: one builds, the others wait for it.
     """
@@ -65,7 +64,7 @@ def build(directory: Path | None = None) -> Programs:
     if (directory / "ready").exists():
         return Programs(directory)
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("Kubernetes is built from Debian packages for Linux on x86-64")
+        tools.skip("Kubernetes is built from Debian packages for Linux on x86-64")
     for program in ("apt-get", "dpkg-source", "make", "rsync", "jq"):
         tools.need(program)
     with _only_one(directory), open(directory / "build.log", "ab") as log:
@@ -76,9 +75,9 @@ def build(directory: Path | None = None) -> Programs:
                     ["nice", "-n", "15", _PROGRAM, directory], stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_BUILD_S
                 )
             except subprocess.TimeoutExpired:
-                pytest.skip(f"Kubernetes was not built within {_BUILD_S:g} s; see {log.name}")
+                tools.skip(f"Kubernetes was not built within {_BUILD_S:g} s; see {log.name}")
             if done.returncode != 0:
-                pytest.skip(f"Kubernetes could not be built; see {log.name}: {_last_line(Path(log.name))}")
+                tools.skip(f"Kubernetes could not be built; see {log.name}: {_last_line(Path(log.name))}")
     return Programs(directory)
 
 

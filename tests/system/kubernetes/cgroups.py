@@ -1,4 +1,8 @@
-"""Control groups of a cluster: one directory in every hierarchy of version 1, below which kubelets make those of their pods."""
+"""Control groups of a cluster: one directory in every hierarchy of version 1, below which kubelets make those of their pods.
+
+A machine with the unified hierarchy (version 2) alone cannot run the cluster. `systemd.unified_cgroup_hierarchy=0
+systemd.legacy_systemd_cgroup_controller` on the kernel's command line switches most distributions to version 1.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
 
+from tests.tools import skip
 from tests.waiting import wait_until
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -20,7 +24,7 @@ _GONE_S = 20.0
 
 def require() -> None:
     if not (_ROOT / "memory" / "cgroup.procs").exists():
-        pytest.skip("the nodes of this Kubernetes need control groups of version 1 (/sys/fs/cgroup/memory)")
+        skip("the nodes of this Kubernetes need control groups of version 1 (/sys/fs/cgroup/memory)")
 
 
 def stale(is_stale: Callable[[str], bool]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import shlex
@@ -24,6 +23,7 @@ import typer
 from ludus.cli.common_options import run_argument
 from ludus.cli.interrupts import handle_stop_signals
 from ludus.errors import NotFound, StoreError, UsageError, WorkerFailed
+from ludus.process.user import user_name
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SshTunnel:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> SshTunnel:
-        user, here = getpass.getuser(), socket.gethostname()
+        user, here = user_name(), socket.gethostname()
         words = environ.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
         known = len(words) == 4 and words[3].isdigit()
         address, port = (words[2].partition("%")[0], int(words[3])) if known else ("", 22)

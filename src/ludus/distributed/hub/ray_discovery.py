@@ -10,7 +10,6 @@ is connected by a private pipe and ends with this process. The actor's process a
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import importlib
 import logging
@@ -28,6 +27,7 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.io import json_lines
 from ludus.io.addresses import interface_addresses
 from ludus.io.json_lines import LineReader
+from ludus.process.user import user_name
 from ludus.ray_cluster.cluster import LOCAL, Cluster, address_of
 
 log = logging.getLogger(__name__)
@@ -234,12 +234,8 @@ class ActorDiscovery:
 
 def run_name(directory: Path) -> str:
     """Name of a run in the whole cluster, from its user and directory. The path itself is hashed."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a passwd entry, as in many containers
-        user = str(os.getuid())
     private = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
-    return f"{user}/{directory.parent.name}/{directory.name}/{private}"
+    return f"{user_name()}/{directory.parent.name}/{directory.name}/{private}"
 
 
 def rendezvous_address(given: str | None) -> str | None:
