@@ -123,7 +123,7 @@ class _PairCount:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Results of matches of one pair. `gain`: sum over the matches of half the difference between the sides' returns."""
+    """Results of matches of one pair. `gain`: sum over the matches of half the difference between the sides' mean returns."""
 
     number: int
     player: str

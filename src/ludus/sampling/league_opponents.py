@@ -126,7 +126,7 @@ class LeagueOpponents:
         return name is not None and self._plays_script(name)
 
     def _finish(self, opponent: str, match: FinishedMatch) -> None:
-        self._spool.add(self._player, opponent, self._generation, match.score, match.gain)
+        self._spool.add(self._player, opponent, self._generation, *match.side_result)
 
     def _drop_outdated_slots(self) -> None:
         """Drop slots whose opponent is gone or has another model now."""
