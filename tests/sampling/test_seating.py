@@ -22,8 +22,9 @@ from ludus.sampling.multi_agent.seating import FinishedMatch, Seating, compare_s
 def test_the_side_with_the_higher_mean_return_wins(
     own: tuple[float, ...], other: tuple[float, ...], score: float, gain: float
 ) -> None:
-    assert compare_sides(own, other) == (score, pytest.approx(gain))
-    assert compare_sides(other, own) == (1 - score, pytest.approx(-gain))
+    found, mirrored = compare_sides(own, other), compare_sides(other, own)
+    assert (found.score, mirrored.score) == (score, 1 - score)
+    assert [found.gain, mirrored.gain] == pytest.approx([gain, -gain])
     returns = {f"own {i}": gained for i, gained in enumerate(own)} | {f"other {i}": gained for i, gained in enumerate(other)}
     side = frozenset(name for name in returns if name.startswith("own"))
     match = FinishedMatch(returns, 3, Seating({}, side, "past"))
