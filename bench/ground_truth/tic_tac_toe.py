@@ -1,6 +1,6 @@
 """A league on tic-tac-toe against perfect play, checked on the whole game tree.
 
-    python -m bench.ground_truth.tic_tac_toe [--seeds 1 2 3]      (about two minutes per seed)
+    python -m bench.ground_truth.tic_tac_toe [--seeds 1 2 3]      (about three minutes per seed)
 
 The main player of `examples/leagues/tic_tac_toe.yaml`, playing its most probable actions, meets an opponent that draws among all
 perfect moves. The share of lost matches is exact: it is computed from the tree. The best response wins all that can be won against the

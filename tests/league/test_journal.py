@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from ludus.errors import Damaged, Fenced, NotFound, StoreFull
@@ -145,6 +146,28 @@ def test_a_league_of_an_earlier_release_keeps_its_history(tmp_path: Path, snapsh
     assert state.settings.elo_k == 1.0
     (sample,) = rating_history(read_events(league), 1000)
     assert sample.results == 30
+
+
+def test_a_snapshot_with_matches_of_two_training_players_twice_is_read(tmp_path: Path) -> None:
+    """Format 3 has them among the latest results of both players."""
+    journal = LeagueJournal(tmp_path, LeagueSettings())
+    for player in (Player("a", PlayerRole.MAIN), Player("b", PlayerRole.MAIN), Player("c", PlayerRole.FIXED, rating=1000.0)):
+        assert journal.apply(PlayerAdded(player)) is None
+    assert journal.apply(ResultsReported("test", 1, "a", "b", 3, 1, 2)) is None
+    assert journal.apply(ResultsReported("test", 2, "a", "c", 4, 0, 0)) is None
+    journal.snapshot()
+    journal.close()
+    (path,) = tmp_path.glob("state-*.msgpack")
+    content = msgpack.unpackb(path.read_bytes())
+    assert content["format"] == 4
+    content["format"] = 3
+    content["recent"]["b"] = [["a", 2, 1, 3]]
+    path.write_bytes(msgpack.packb(content))
+    for segment in (tmp_path / "journal").glob("*.jsonl"):
+        if not segment.stem.endswith(str(content["events"])):
+            segment.unlink()  # the state must come from the snapshot
+    state = read_state(tmp_path)
+    assert {name: recent.entries for name, recent in state.recent.items()} == {"a": (("b", 3, 1, 2), ("c", 4, 0, 0)), "b": ()}
 
 
 def test_a_directory_without_a_league_is_reported(tmp_path: Path) -> None:

@@ -213,13 +213,47 @@ def test_a_reset_forgets_the_results_of_the_player_everywhere() -> None:
 
 
 def test_matches_between_training_players_count_once() -> None:
-    """Both have them among their latest results. Against a brute-force sum of 40 matches the interval would be narrower by √2."""
+    """If both had them among their latest results, the interval would be narrower by √2."""
     state = apply_all(LeagueState(), [PlayerAdded(Player(name, PlayerRole.MAIN)) for name in "ab"])
     state = play_matches(state, "a", "b", 30, 0, 10)
     score, games = np.array([[0, 30.0], [10, 0]]), np.array([[0, 40.0], [40, 0]])
     expected = fit_ratings(["a", "b"], score, games, {}, draws=np.zeros((2, 2)))
     assert fit_league(state)["a"].elo == pytest.approx(expected["a"].elo)
     assert fit_league(state)["a"].interval == pytest.approx(expected["a"].interval)
+
+
+def test_a_turn_of_an_exploiter_leaves_the_rating_of_its_opponent_as_it_was() -> None:
+    """It plays more matches than count for a rating, all against one player whose weights do not change meanwhile."""
+    script = Player("script", PlayerRole.FIXED, rating=1000.0)
+    players = [script, Player("main", PlayerRole.MAIN), Player("exploiter", PlayerRole.MAIN_EXPLOITER)]
+    state = apply_all(LeagueState(), map(PlayerAdded, players))
+    for _ in range(4):
+        state = play_matches(state, "main", "script", 75, 0, 25)
+    before = fit_league(state)["main"]
+    for _ in range(12):
+        state = play_matches(state, "exploiter", "main", 30, 0, 70)
+    after = fit_league(state)
+    assert after["main"].elo == pytest.approx(before.elo, abs=2)
+    assert before.interval < after["main"].interval + 1 < 50
+    assert after["exploiter"].elo == pytest.approx(before.elo - 400 * math.log10(7 / 3), abs=5)
+    state = play_matches(state, "script", "main", 5, 0, 15)  # as `ludus league match --record` does
+    assert state.recent["main"].entries[-1] == ("script", 15, 0, 5)
+
+
+def test_results_of_its_own_replace_those_that_a_snapshot_has_from_its_parent() -> None:
+    """The parent was weaker in some of the matches before."""
+    players = [Player("script", PlayerRole.FIXED, rating=1000.0), Player("main", PlayerRole.MAIN)]
+    state = play_matches(apply_all(LeagueState(), map(PlayerAdded, players)), "main", "script", 100, 0, 300)
+    state = apply_all(state, [PlayerTrained("main", 1000, ""), SnapshotTaken("main", "main.1", "")])
+    ratings = [fit_league(state)["main.1"].elo]
+    for _ in range(10):
+        state = play_matches(state, "main.1", "script", 9, 0, 3)
+        ratings.append(fit_league(state)["main.1"].elo)
+    assert ratings[0] == pytest.approx(1000 - 400 * math.log10(3), abs=5)
+    assert ratings == sorted(ratings), "it changes bit by bit"
+    alone = frozen_league({"script": 1000.0}, ["main.1"])
+    own = fit_league(play_matches(alone, "main.1", "script", 90, 0, 30))["main.1"]
+    assert fit_league(state)["main.1"] == own
 
 
 @pytest.mark.parametrize(("wins", "draws", "losses"), [(3, 0, 3), (150, 0, 150), (7, 2, 1), (0, 5, 0), (1000, 10, 90)])

@@ -187,6 +187,23 @@ def test_results_of_an_earlier_generation_only_count_as_played() -> None:
     assert apply(state, SourceClosed("s")).reports == {}
 
 
+def test_results_against_an_earlier_generation_of_the_opponent_only_count_as_played() -> None:
+    """A match that was begun before the reset of the opponent, or is reported late."""
+    state = apply(
+        LeagueState(),
+        PlayerAdded(Player("a", PlayerRole.MAIN_EXPLOITER, steps=500)),
+        PlayerAdded(Player("b", PlayerRole.MAIN)),
+        SnapshotTaken("a", "a.1", "m", reset=True),
+        ResultsReported("s", 1, "b", "a", 7, 0, 0, generation=0, opponent_generation=0),
+    )
+    assert (state.results, state.payoff.record("b", "a").games) == (7, 0)
+    state = apply(state, ResultsReported("s", 2, "b", "a", 3, 0, 1, generation=0, opponent_generation=1))
+    assert (state.results, state.payoff.record("b", "a").games) == (11, 4)
+    earlier = event_to_json(ResultsReported("s", 3, "b", "a", 1, 0, 0, generation=0))
+    del earlier["opponent_generation"]  # a journal of an earlier release
+    assert apply(state, event_from_json(earlier)).payoff.record("b", "a").games == 5
+
+
 @pytest.mark.parametrize("gain", [float("nan"), float("inf")])
 def test_gains_that_are_not_finite_are_refused(gain: float) -> None:
     state = apply(LeagueState(), PlayerAdded(Player("a", PlayerRole.MAIN)), PlayerAdded(Player("b", PlayerRole.MAIN)))

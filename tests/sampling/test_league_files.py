@@ -61,12 +61,38 @@ def test_results_are_added_up_and_numbered(tmp_path: Path) -> None:
     spool.close()
     reader = SpoolReader(spool_of(tmp_path))
     assert list(reader.read()) == [
-        PairReport(1, "main", "a", 3, 2, 1, 1, 5.0),
+        PairReport(1, "main", "a", 3, 2, 1, 1, 5.0, 0),
         UnusableModel(2, "c", "players/c@1", "no such file"),
-        PairReport(3, "main", "b", 3, 0, 0, 1, -2.0),
+        PairReport(3, "main", "b", 3, 0, 0, 1, -2.0, 0),
     ]
     assert list(reader.read()) == []
     assert reader.source == spool.source
+
+
+def test_results_against_different_generations_of_an_opponent_are_different_reports(tmp_path: Path) -> None:
+    spool = ResultSpool(tmp_path, "main")
+    spool.add("main", "a", 0, 1.0, 1.0, opponent_generation=1)
+    spool.add("main", "a", 0, 0.0, -1.0, opponent_generation=2)
+    spool.close()
+    found = [one for one in SpoolReader(spool_of(tmp_path)).read() if isinstance(one, PairReport)]
+    assert [(one.opponent_generation, one.wins, one.losses) for one in found] == [(1, 1, 0), (2, 0, 1)]
+
+
+def test_reports_and_matchmaking_of_earlier_releases_have_no_generation_of_the_opponent(tmp_path: Path) -> None:
+    path = tmp_path / "source.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n")
+    (report,) = SpoolReader(path).read()
+    assert isinstance(report, PairReport)
+    assert report.opponent_generation is None
+    write_matchmaking(tmp_path, Matchmaking("main", 0, (LeagueOpponent("a", "x@1", 1.0, generation=3),)))
+    read = read_matchmaking(tmp_path, "main")
+    assert read is not None
+    assert read.opponents[0].generation == 3
+    file = matchmaking_path(tmp_path, "main")
+    values = json.loads(file.read_bytes())
+    del values["opponents"][0]["generation"]
+    file.write_text(json.dumps(values))
+    assert read_matchmaking(tmp_path, "main") == Matchmaking("main", 0, (LeagueOpponent("a", "x@1", 1.0),))
 
 
 def test_the_coordinator_knows_whether_the_writer_lives(tmp_path: Path) -> None:
@@ -105,7 +131,7 @@ GOOD = {"number": 2, "player": "main", "opponent": "a", "generation": 0, "wins":
             json.dumps(GOOD | change).encode()
             for change in (
                 {"wins": -1}, {"wins": 1.5}, {"wins": True}, {"wins": "1"}, {"wins": 1 << 50}, {"number": None}, {"gain": float("nan")},
-                {"gain": float("inf")}, {"gain": "1"}, {"player": 3}, {"opponent": None}, {"generation": -1},
+                {"gain": float("inf")}, {"gain": "1"}, {"player": 3}, {"opponent": None}, {"generation": -1}, {"opponent_generation": "1"},
             )
         ),
     ],
@@ -125,4 +151,4 @@ def test_results_go_to_a_new_file_when_the_old_one_was_removed(tmp_path: Path) -
     spool.add("main", "a", 0, 1.0, 1.0)
     spool.close()
     assert spool.source != before
-    assert list(SpoolReader(spool_of(tmp_path)).read()) == [PairReport(1, "main", "a", 0, 1, 0, 0, 1.0)]
+    assert list(SpoolReader(spool_of(tmp_path)).read()) == [PairReport(1, "main", "a", 0, 1, 0, 0, 1.0, 0)]

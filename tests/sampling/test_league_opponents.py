@@ -12,7 +12,7 @@ import pytest
 
 from ludus.config.schema import SelfPlayConfig
 from ludus.core import trust
-from ludus.models.policy import Policy
+from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights import serialization
 from ludus.sampling import league_opponents
 from ludus.sampling.league_files import (
@@ -24,7 +24,7 @@ from ludus.sampling.league_files import (
     UnusableModel,
     write_matchmaking,
 )
-from ludus.sampling.league_opponents import LeagueOpponents
+from ludus.sampling.league_opponents import LeagueOpponents, match_of_sides
 from ludus.sampling.match_opponents import seat_self_play
 from ludus.storage.local import LocalStore
 from tests.sampling.test_match_opponents import ACTIONS, AGENTS, LENGTH, SelfPlay, Versions, is_constant
@@ -107,16 +107,17 @@ class Chooser:
     def __init__(self, league: Path, period: int = 10) -> None:
         self.now, self.steps, self.versions = 0.0, 0, Versions()
         self.policies = _Policies()
+        self.in_use: frozenset[str] = frozenset()
         self.chooser = LeagueOpponents(
             league, "main", self.policies, "m", self.versions.policy, lambda: self.steps, period=period, clock=lambda: self.now
         )  # fmt: skip
         self.random = np.random.default_rng(0)
 
-    def draw(self, n: int) -> Counter[str | None]:
+    def draw(self, n: int, seconds: float = 0.3, steps: int = 10) -> Counter[str | None]:
         found = Counter[str | None]()
         for _ in range(n):
-            self.now, self.steps = self.now + 0.3, self.steps + 10
-            found[self.chooser.choose(self.random, frozenset()).model] += 1
+            self.now, self.steps = self.now + seconds, self.steps + steps
+            found[self.chooser.choose(self.random, lambda: self.in_use).model] += 1
         return found
 
 
@@ -146,6 +147,62 @@ def test_opponents_are_drawn_with_the_published_probabilities(tmp_path: Path) ->
     chooser.draw(5)  # within the poll interval it may still be the old one
     assert set(chooser.draw(100)) == {f"league {b}"}
     chooser.chooser.close()
+
+
+def test_an_opponent_that_trains_is_drawn_with_its_probability_in_slow_games(tmp_path: Path) -> None:
+    """100 steps a second: without its slots, which it loses with every new model, it would be drawn in one match of six."""
+    still = store(tmp_path, "still", 1)
+    for version in range(1, 101):
+        store(tmp_path, "trains", 2, version)
+    chooser, drawn = Chooser(tmp_path, period=2_000), Counter[bool]()
+    for version in range(1, 101):
+        publish(tmp_path, ("still", still, 0.5), ("trains", f"players/trains@{version}", 0.5))
+        for model, count in chooser.draw(20, seconds=0.5, steps=50).items():
+            assert model is not None
+            drawn["trains" in model] += count
+    chooser.chooser.close()
+    assert drawn[True] / drawn.total() == pytest.approx(0.5, abs=0.1)
+
+
+def test_slots_are_drawn_anew_after_some_time_in_slow_games(tmp_path: Path) -> None:
+    models = [store(tmp_path, f"p{n}", n) for n in range(20)]
+    publish(tmp_path, *((f"p{n}", model, 1 / 20) for n, model in enumerate(models)))
+    chooser = Chooser(tmp_path, period=2_000)
+    assert len(chooser.draw(400, seconds=1.0, steps=1)) == 20  # less than one period
+    chooser.chooser.close()
+
+
+def test_results_name_the_generation_of_the_opponent(tmp_path: Path) -> None:
+    a = store(tmp_path, "a", 1)
+    write_matchmaking(tmp_path, Matchmaking("main", 0, (LeagueOpponent("a", a, 1.0, generation=4),)))
+    chooser = Chooser(tmp_path)
+    begun = chooser.chooser.choose(chooser.random, frozenset)
+    write_matchmaking(tmp_path, Matchmaking("main", 0, (LeagueOpponent("a", a, 1.0, generation=5),)))
+    chooser.now += 10
+    later = chooser.chooser.choose(chooser.random, frozenset)
+    for match in (begun, later):
+        assert match.on_finished is not None
+        match.on_finished(match_of_sides([1.0], [0.0]))
+    chooser.chooser.close()
+    found = [one for one in reports(tmp_path) if isinstance(one, PairReport)]
+    assert [one.opponent_generation for one in found] == [4, 5]
+
+
+def test_models_in_use_are_asked_for_only_when_policies_are_dropped(tmp_path: Path) -> None:
+    """Asking goes through all matches: it must not happen with every match that begins."""
+    publish(tmp_path, ("a", store(tmp_path, "a", 1), 0.5), ("b", store(tmp_path, "b", 2), 0.5))
+    chooser, asked = Chooser(tmp_path), 0
+
+    def in_use() -> frozenset[str]:
+        nonlocal asked
+        asked += 1
+        return frozenset()
+
+    for _ in range(100):
+        chooser.now, chooser.steps = chooser.now + 0.3, chooser.steps + 10
+        chooser.chooser.choose(chooser.random, in_use)
+    chooser.chooser.close()
+    assert asked == 0
 
 
 def test_an_opponent_with_a_new_model_is_loaded_again(tmp_path: Path) -> None:
@@ -209,6 +266,51 @@ def test_scripts_play_and_a_failing_script_is_reported(tmp_path: Path) -> None:
     assert any(is_constant(match, "b") and match[0]["b"] == 7 for match in play.whole_matches())
     unusable = [one for one in reports(tmp_path) if isinstance(one, UnusableModel)]
     assert [(one.player, "no more" in one.reason) for one in unusable] == [("broken", True)]
+    results = [one.opponent for one in reports(tmp_path) if isinstance(one, PairReport)]
+    assert set(results) == {"seven"}, "matches of a failed script do not count"
+
+
+works = False
+
+
+def works_again(observation: Any, mask: Any) -> int:
+    if not works:
+        raise RuntimeError("no file")
+    return 8
+
+
+def test_a_repaired_script_that_is_published_again_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process outlives a restart of the coordinator, which ends the quarantine."""
+    model = f"script:{__name__}:works_again"
+    trust.allow(f"{__name__}:works_again")
+    publish(tmp_path, ("again", model, 1.0))
+    chooser = Chooser(tmp_path)
+
+    def act(name: str | None) -> BatchDecision:
+        assert name is not None
+        chooser.in_use = frozenset({name})
+        decision: BatchDecision = chooser.policies[name].act(np.zeros((2, 2), np.float32))
+        return decision
+
+    first = chooser.chooser.choose(chooser.random, frozenset).model
+    lost = act(first).lost
+    assert lost is not None
+    assert lost.all()
+    publish(tmp_path, ("main", "", 1.0))  # quarantined
+    assert set(chooser.draw(5)) <= {"m"}
+    monkeypatch.setattr(f"{__name__}.works", True)
+    publish(tmp_path, ("again", model, 1.0))
+    chooser.draw(5)
+    (second,) = chooser.draw(5)
+    assert (act(second).lost, act(second).action.tolist()) == (None, [8, 8])
+    assert second != first, "a match that is not over may still use the first one"
+    assert act(first).lost is not None
+    chooser.in_use = frozenset()
+    publish(tmp_path, ("again", model, 0.5), ("low", store(tmp_path, "low", 0), 0.5))
+    chooser.draw(50)
+    assert first not in chooser.policies, "it is dropped when no match uses it"
+    chooser.chooser.close()
+    assert len([one for one in reports(tmp_path) if isinstance(one, UnusableModel)]) == 1
 
 
 def test_seating_is_made_from_plain_settings(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from ludus.config.schema import SelfPlayConfig
+from ludus.core import trust
 from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import VectorEnvironments, make_environments
 from ludus.errors import ConfigError
@@ -236,6 +238,64 @@ def test_random_actions_where_the_environment_has_no_script_for_them(tmp_path: P
     play(tmp_path, env, 10, Learner(5))
     drawn = Counter(action for match in env.finished for action in np.array(match)[:, SIZE:].reshape(-1).tolist())
     assert set(drawn) == set(range(ACTIONS))
+
+
+def fails(observation: Any, mask: Any) -> int:
+    raise RuntimeError("no more")
+
+
+def test_matches_of_a_script_that_fails_are_played_to_their_end_and_do_not_count(tmp_path: Path) -> None:
+    model = f"script:{__name__}:fails"
+    trust.allow(f"{__name__}:fails")
+    publish(tmp_path, ("bad", model, 0.5), ("low", store(tmp_path, "low", 1), 0.5))
+    env = Duels()
+    play(tmp_path, env, 10, Learner(5))
+    found = reports(tmp_path)
+    assert [one.player for one in found if isinstance(one, UnusableModel)] == ["bad"]
+    counted = [one for one in found if isinstance(one, PairReport)]
+    assert {one.opponent for one in counted} == {"low"}
+    random = [match for match in env.finished if set(np.array(match)[:, SIZE:].reshape(-1).tolist()) != {1}]
+    assert random, "the matches in which it failed"
+    assert sum(one.wins for one in counted) == len(env.finished) - len(random)
+
+
+class OrderedDuels(Duels):
+    """Orders its matches in advance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_matches = [""] * MATCHES
+        self.choose_script: Any = None
+
+
+def test_a_match_can_be_ordered_while_the_next_opponent_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing may read a model from disk or ask a server; meanwhile a match is lost, and another thread orders it again."""
+    publish(tmp_path, ("low", store(tmp_path, "low", 1), 1.0))
+    env = OrderedDuels()
+    environments = OpponentRows(VectorEnvironments("duels", env), env.opponent_rows, env.match_of_row)
+    environments.reset(0)
+    player = LeagueRowPlayer(environments, FollowedSource(Learner(5)), settings(tmp_path), 0)
+    seen, first = np.zeros((OWN, 2), np.float32), np.zeros(OWN, np.bool_)
+    player.play(seen, None, first)
+    for match in range(MATCHES):
+        env.choose_script(match, f"{match}-0")
+    choose, ordered = player._chooser.choose, list[str | None]()
+
+    with ThreadPoolExecutor(1) as scheduler:
+
+        def choose_slowly(*given: Any) -> Any:
+            for match in range(MATCHES):
+                ordered.append(scheduler.submit(env.choose_script, match, f"{match}-{1 + len(ordered)}").result(10))
+            return choose(*given)
+
+        monkeypatch.setattr(player._chooser, "choose", choose_slowly)
+        env.current_matches = [f"{match}-0" for match in range(MATCHES)]
+        player.play(seen, None, first)
+        assert len(ordered) == MATCHES**2
+        env.current_matches = [f"{match}-{1 + 2 * MATCHES + match}" for match in range(MATCHES)]
+        player.play(seen, None, first)  # the matches that were ordered last begin
+    assert all(opponent.model == "league players/low@1" for opponent in player._opponents)
+    player.close()
 
 
 def test_an_environment_that_does_not_report_who_has_won_is_refused(tmp_path: Path) -> None:

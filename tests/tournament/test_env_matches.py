@@ -292,6 +292,7 @@ def test_a_match_without_end_is_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.sampling.episode_runner.EPISODE_STEPS", 50)
     result = run_battle(named_policy(0), named_policy(1), games=3, options={"endless": True})
     assert (result.drawn, result.games[0].reason) == (3, "not over after 50 steps")
+    assert result.gain == 0.0  # blue has gained more so far, but a draw gains nothing
 
 
 def test_mismatches_are_refused_before_the_first_match(run: Path) -> None:
@@ -619,7 +620,7 @@ def test_options_without_effect_are_refused() -> None:
 # -- functions of the user ------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_plays_and_gains_are_half_of_the_difference_of_total_returns() -> None:
+def test_a_function_plays_and_gains_are_half_of_the_difference_of_mean_returns() -> None:
     location = GameLocation(env="tests.league.games:make_rps")
     rock = contestant("script:tests.league.games:rock")
     even = battle(rock, rock, BattleSettings(games=6), location=location)
@@ -628,8 +629,11 @@ def test_a_function_plays_and_gains_are_half_of_the_difference_of_total_returns(
     assert result.gain == result.won - result.lost  # every match pays 1
     assert 0 < result.won < 40
     teams = battle(RANDOM, RANDOM, BattleSettings(games=10), location=GameLocation(env=ENV, camps="blue_*/red_*"))
-    by_hand = [0.5 * sum(hero.numbers["return"] * (1 if hero.who == "a" else -1) for hero in game.heroes) for game in teams.games]
+    by_hand = [
+        0.25 * sum(hero.numbers["return"] * (1 if hero.who == "a" else -1) for hero in game.heroes) for game in teams.games
+    ]
     assert [game.gain for game in teams.games] == by_hand
+    assert all({"a": 1.0, "b": -1.0, None: 0.0}[game.winner] == np.sign(game.gain or 0.0) for game in teams.games)
 
 
 @pytest.mark.parametrize("function", [lambda observation, mask: 1 // 0, lambda observation, mask: 7])

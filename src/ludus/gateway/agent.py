@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
-from ludus.errors import EnvironmentFault
+from ludus.errors import EnvironmentFault, Refused
 from ludus.gateway.raw_codec import RawCodec
 from ludus.models.inference.batched_policy import ActingPolicy, Decision, State
 from ludus.protocol.step_message import MAX_MAGNITUDE, SeatParser, parse_reward, reward_before_action
@@ -113,7 +113,9 @@ class SeatAgent:
         return self._seat.model.decide(checked, self._state, allowed, self._temperature)
 
     def take(self, checked: Tree, allowed: Bools | None, decision: Decision) -> Any:
-        """Raises EnvironmentFault."""
+        """Raises EnvironmentFault; Refused (410) if there is no decision, so that the game gives the match up."""
+        if decision.lost:
+            raise Refused(410, "session_lost", "The policy of this seat has failed.", "End the match, and start another.")
         if not is_finite_decision(decision):
             raise EnvironmentFault(
                 f"The model returned value {decision.value:g} and log-probability {decision.log_prob:g} for this observation.",

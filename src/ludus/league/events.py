@@ -79,9 +79,11 @@ class ResultsReported:
     draws: int
     losses: int
     gain: float | None = None
-    """Sum over the matches of half the difference between the returns of the sides. None: 1 per win, -1 per loss."""
+    """Sum over the matches of half the difference between the mean returns of the sides. None: 1 per win, -1 per loss."""
     generation: int | None = None
     """Generation of the player in these matches. Results of an earlier one count as matches, but not in payoffs and ratings."""
+    opponent_generation: int | None = None
+    """The same of the opponent. None: not known, as in journals of earlier releases."""
 
 
 @dataclass(frozen=True)

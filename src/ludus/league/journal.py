@@ -32,6 +32,7 @@ from ludus.errors import Damaged, Fenced, NotFound, StoreFull
 from ludus.io.atomic_file import replace_file
 from ludus.league.events import LeagueEvent, SettingsChanged, event_from_json, event_to_json, player_from_json
 from ludus.league.payoff import PayoffTable
+from ludus.league.players import Player
 from ludus.league.ratings import SkillEstimate
 from ludus.league.recent import PairResults, RecentResults
 from ludus.league.settings import LeagueSettings, settings_from_json, settings_to_json
@@ -42,9 +43,9 @@ log = logging.getLogger(__name__)
 SNAPSHOT_EVERY: Final = 20_000
 """Events between two snapshots of the state."""
 _KEPT_SNAPSHOTS: Final = 2
-_FORMAT: Final = 3
-_WITHOUT_SETTINGS: Final = 2
-"""Earlier format of snapshots, which is still read."""
+_FORMAT: Final = 4
+_WITHOUT_SETTINGS, _WITH_DOUBLES = 2, 3
+"""Earlier formats of snapshots, which are still read."""
 _LOCK_WAIT_S: Final = 0.5
 """Time to wait for the lock, which commands such as `ludus league add` and `status` hold for a moment."""
 _JOURNAL: Final = "journal"
@@ -274,6 +275,16 @@ def _recent_results(entries: Sequence[Sequence[Any]]) -> RecentResults:
     return RecentResults(made, sum(one.games for one in made))
 
 
+def _without_doubles(recent: Mapping[str, RecentResults], players: Sequence[Player]) -> dict[str, RecentResults]:
+    """Keep a match of two training players under the name that sorts first. Earlier formats have it among the latest results of both."""
+    settled = {player.name for player in players if not player.role.learns}
+    learning = {player.name for player in players if player.role.learns}
+    return {
+        own: results.against(settled | {other for other in learning if own < other}) if own in learning else results
+        for own, results in recent.items()
+    }
+
+
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
     """Unpacking a snapshot creates up to a million tuples without cycles; the collector would take two thirds of the time."""
@@ -290,9 +301,12 @@ def _unpack(data: bytes, first: LeagueSettings) -> tuple[LeagueState, int]:
     """`first`: settings at the first event, for snapshots without settings."""
     try:
         content: Mapping[str, Any] = msgpack.unpackb(data, use_list=False)
-        if content["format"] not in (_FORMAT, _WITHOUT_SETTINGS):
+        if content["format"] not in (_FORMAT, _WITHOUT_SETTINGS, _WITH_DOUBLES):
             raise Damaged(f"It has format {content['format']}; this release reads {_FORMAT}.", "Update Ludus.")
         players = [player_from_json(values) for values in content["players"]]
+        recent = {name: _recent_results(entries) for name, entries in content["recent"].items()}
+        if content["format"] != _FORMAT:
+            recent = _without_doubles(recent, players)
         state = LeagueState(
             first if content["format"] == _WITHOUT_SETTINGS else settings_from_json(content["settings"]),
             {player.name: player for player in players},
@@ -300,7 +314,7 @@ def _unpack(data: bytes, first: LeagueSettings) -> tuple[LeagueState, int]:
             content["elo"],
             {name: SkillEstimate(*values) for name, values in content["skill"].items()},
             content["quality"],
-            {name: _recent_results(entries) for name, entries in content["recent"].items()},
+            recent,
             content["results"],
             content["reports"],
         )

@@ -26,7 +26,7 @@ class PairRecord(NamedTuple):
     win_rate: float = UNSEEN
     """Share of wins, draws as half, older ones discounted; 0.5 without results."""
     gain: float = 0.0
-    """Sum of the gains of all results. A gain is half of the difference between the returns of the two sides."""
+    """Sum of the gains of all results. A gain is half of the difference between the mean returns of the two sides."""
 
     @property
     def games(self) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ludus.league.payoff import UNSEEN, Doubles
 from ludus.league.players import PlayerRole
 from ludus.league.ratings import ELO_START, FittedRating, SkillEstimate, fit_ratings
+from ludus.league.recent import RecentResults
 from ludus.league.state import LeagueState
+
+_OWN_RESULTS: Final = 100
+"""With so many results of its own, a snapshot is no longer rated by those of its parent, which older weights have played in part."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,10 @@ def anchors_of(state: LeagueState) -> Mapping[str, float]:
 
 
 def fit_league(state: LeagueState) -> dict[str, FittedRating]:
-    """Ratings from all results at once: those between players that do not learn, and the latest ones of every training player."""
+    """Ratings from all results at once: those between players that do not learn, and the latest ones of every training player.
+
+    Results that a snapshot has from its parent count in full while it has none of its own, and less with each of them.
+    """
     players = list(state.players)
     index = {name: i for i, name in enumerate(players)}
     learns = {name: state.players[name].role.learns for name in players}
@@ -80,15 +87,23 @@ def fit_league(state: LeagueState) -> dict[str, FittedRating]:
                 if not learns[other]:
                     counts[:, index[own], index[other]] = record.wins + 0.5 * record.draws, record.games, record.draws
     for own, recent in state.recent.items():
-        for opponent, wins, draws, losses in recent.entries:
-            # A match of two training players is among the latest results of both.
-            share = 0.5 if learns[opponent] else 1.0
-            games = wins + draws + losses
-            points = wins + 0.5 * draws
-            counts[:, index[own], index[opponent]] += share * np.array([points, games, draws])
-            counts[:, index[opponent], index[own]] += share * np.array([games - points, games, draws])
+        if learns[own]:
+            _add_results(counts, index, own, recent)
+    played = counts[1].sum(axis=1)
+    for own, recent in state.recent.items():
+        share = 1 - played[index[own]] / _OWN_RESULTS
+        if not learns[own] and share > 0:
+            _add_results(counts, index, own, recent, share)
     score, games_played, drawn = counts
     return fit_ratings(players, score, games_played, anchors_of(state), draws=drawn)
+
+
+def _add_results(counts: Doubles, index: Mapping[str, int], own: str, recent: RecentResults, share: float = 1.0) -> None:
+    """Add results to `counts` of both players, each as `share` of a match."""
+    for opponent, wins, draws, losses in recent.entries:
+        games, points = wins + draws + losses, wins + 0.5 * draws
+        counts[:, index[own], index[opponent]] += share * np.array([points, games, draws])
+        counts[:, index[opponent], index[own]] += share * np.array([games - points, games, draws])
 
 
 def win_rates_and_games(state: LeagueState, players: Sequence[str]) -> tuple[Doubles, Doubles]:

@@ -1,4 +1,4 @@
-"""The latest results of a training player, which determine its rating: it played older matches with weaker weights."""
+"""The latest results of a training player, in matches that it has started. They determine its rating: its older weights were weaker."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LeagueSettings:
     """Discount of older results of a pair per new result."""
     elo_k: float = ELO_K
     rating_window: int = 400
-    """Latest results of a training player that count for its fitted rating."""
+    """Latest results of matches started by a training player that count for its fitted rating."""
     seed: int = 0
 
 

@@ -48,7 +48,7 @@ class LeagueState:
     quality: Mapping[str, float] = field(default_factory=dict)
     """Quality scores of snapshots (OpenAI Five)."""
     recent: Mapping[str, RecentResults] = field(default_factory=dict)
-    """Latest results of the training players."""
+    """Latest results of the training players, and of every snapshot those that its parent had then."""
     results: int = 0
     """Matches counted so far."""
     reports: Mapping[str, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
     )
     if isinstance(after, Refusal):
         return after
-    # The snapshot has the weights that played the latest matches of its parent: they rate it until it plays matches of its own.
+    # The snapshot has the weights that played the latest matches of its parent: they rate it until it has results of its own.
     settled = {one.name for one in state.players.values() if not one.role.learns}
     latest = state.recent.get(parent.name, RecentResults()).against(settled)
     after = replace(after, recent={**after.recent, event.snapshot: latest})
@@ -175,7 +175,8 @@ def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | R
     if event.gain is not None and not math.isfinite(event.gain):
         return Refusal(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
     counted = replace(state, reports={**state.reports, event.source: event.number})
-    if event.generation not in (None, state.players[event.player].generation):
+    generations = ((event.player, event.generation), (event.opponent, event.opponent_generation))
+    if any(generation not in (None, state.players[name].generation) for name, generation in generations):
         return replace(counted, results=state.results + event.wins + event.draws + event.losses)
     return _count(counted, event.player, event.opponent, event.wins, event.draws, event.losses, event.gain)
 
@@ -199,12 +200,18 @@ def _count(
 
 
 def _add_recent(state: LeagueState, player: str, opponent: str, counts: tuple[int, int, int]) -> Mapping[str, RecentResults]:
+    """Add results to the latest ones of the training player that has started the matches; if `player` does not train, of its opponent.
+
+    They do not push results out of the window of an opponent that trains: a turn of an exploiter has more matches than a window, all
+    against one player.
+    """
     wins, draws, losses = counts
-    recent, window = dict(state.recent), state.settings.rating_window
-    for own, added in ((player, PairResults(opponent, *counts)), (opponent, PairResults(player, losses, draws, wins))):
-        if state.players[own].role.learns:
-            recent[own] = recent.get(own, RecentResults()).add(added, window)
-    return recent
+    own, added = player, PairResults(opponent, *counts)
+    if not state.players[player].role.learns:
+        own, added = opponent, PairResults(player, losses, draws, wins)
+    if not state.players[own].role.learns:
+        return state.recent
+    return {**state.recent, own: state.recent.get(own, RecentResults()).add(added, state.settings.rating_window)}
 
 
 def _is_anchor(state: LeagueState, name: str) -> bool:

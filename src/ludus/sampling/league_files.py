@@ -44,6 +44,8 @@ class LeagueOpponent:
     probability: float
     token_file: str = ""
     """File with the token of a served address. The token itself is not stored in the league."""
+    generation: int = 0
+    """Number of its resets so far."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,13 @@ def read_matchmaking(league: Path, player: str) -> Matchmaking | None:
     try:
         values = json.loads(path.read_bytes())
         opponents = tuple(
-            LeagueOpponent(str(one["name"]), str(one["model"]), float(one["probability"]), str(one.get("token_file", "")))
+            LeagueOpponent(
+                str(one["name"]),
+                str(one["model"]),
+                float(one["probability"]),
+                str(one.get("token_file", "")),
+                int(one.get("generation", 0)),
+            )
             for one in values["opponents"]
         )
         return Matchmaking(str(values["player"]), int(values["generation"]), opponents, str(values["stop"]))
@@ -123,7 +131,7 @@ class _PairCount:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Results of matches of one pair. `gain`: sum over the matches of half the difference between the sides' returns."""
+    """Results of matches of one pair. `gain`: sum over the matches of half the difference between the sides' mean returns."""
 
     number: int
     player: str
@@ -133,6 +141,8 @@ class PairReport:
     draws: int
     losses: int
     gain: float
+    opponent_generation: int | None = None
+    """None: not known, as in reports of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class ResultSpool:
     def __init__(self, league: Path, prefix: str) -> None:
         """`prefix`: of the file's name. Raises OSError."""
         self._league, self._prefix = league, prefix
-        self._pending: dict[tuple[str, str, int], _PairCount] = {}
+        self._pending: dict[tuple[str, str, int, int], _PairCount] = {}
         self._failed = False
         self._open()
 
@@ -175,9 +185,9 @@ class ResultSpool:
     def source(self) -> str:
         return self.path.name.removesuffix(".jsonl")
 
-    def add(self, player: str, opponent: str, generation: int, score: float, gain: float) -> None:
+    def add(self, player: str, opponent: str, generation: int, score: float, gain: float, opponent_generation: int = 0) -> None:
         """Count a finished match. `score` of the player: 1, 0.5 or 0."""
-        count = self._pending.setdefault((player, opponent, generation), _PairCount())
+        count = self._pending.setdefault((player, opponent, generation, opponent_generation), _PairCount())
         count.wins += score > 0.5
         count.draws += score == 0.5
         count.losses += score < 0.5
@@ -189,8 +199,10 @@ class ResultSpool:
 
     def flush(self) -> None:
         """Append the results since the last call. If that fails, they stay until the next call."""
-        for (player, opponent, generation), count in list(self._pending.items()):
-            report = PairReport(self._number + 1, player, opponent, generation, count.wins, count.draws, count.losses, count.gain)
+        for pair, count in list(self._pending.items()):
+            player, opponent, generation, theirs = pair
+            counts = (count.wins, count.draws, count.losses)
+            report = PairReport(self._number + 1, player, opponent, generation, *counts, count.gain, theirs)
             try:
                 self._append(report)
             except OSError as error:
@@ -199,7 +211,7 @@ class ResultSpool:
                 self._failed = True
                 return
             self._failed = False
-            del self._pending[player, opponent, generation]
+            del self._pending[pair]
 
     def _append(self, report: SpoolReport) -> None:
         """Raises OSError, with the file as before."""
@@ -236,7 +248,8 @@ def parse_report(line: bytes) -> SpoolReport:
         if isinstance(gain, bool) or not isinstance(gain, int | float) or not math.isfinite(gain):
             raise ValueError(f"gain is {gain!r}")
         pair = (_text(values, "player"), _text(values, "opponent"))
-        return PairReport(_count(values, "number"), *pair, generation, wins, draws, losses, float(gain))
+        theirs = None if values.get("opponent_generation") is None else _count(values, "opponent_generation")
+        return PairReport(_count(values, "number"), *pair, generation, wins, draws, losses, float(gain), theirs)
     except KeyError as error:
         raise ValueError(f"{error} is missing") from error
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,11 @@ import torch
 from ludus.core import spaces, trust
 from ludus.core.plugins import import_object
 from ludus.core.tree import Array, Tree, leaves, map_tree, stack
+from ludus.core.types import Bools
 from ludus.envs.pettingzoo import sample_action
 from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, UsageError
 from ludus.models.centralized_critic import actor_policy
-from ludus.models.inference.batched_policy import ActingPolicy, State
+from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy, Decision, State
 from ludus.models.inference.served_policy import ServedAgent
 from ludus.models.policy import BatchDecision, Policy
 from ludus.models.weights.version_store import load_version
@@ -234,7 +236,7 @@ def random_policy(like: WithSpaces, seed: int) -> ScriptedPolicy:
 
 
 class ScriptedPolicy:
-    """A script as a policy. After an exception of the script it plays random actions."""
+    """A script as a policy. After an exception of the script it has no decisions any more: all rows are `lost`."""
 
     recurrent = False
 
@@ -254,20 +256,52 @@ class ScriptedPolicy:
     def act(
         self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None
     ) -> BatchDecision:  # fmt: skip
+        """Lost rows have a random action."""
         rows = len(next(leaf for _, leaf in leaves(observation)))
-        actions = []
+        actions, lost = [], np.zeros(rows, np.bool_)
         for row in range(rows):
             one = map_tree(lambda part: np.asarray(part)[row], observation)  # noqa: B023 - called at once
-            actions.append(self._act_once(one, None if mask is None else np.asarray(mask)[row]))
+            allowed = None if mask is None else np.asarray(mask)[row]
+            chosen = self._call_script(one, allowed)
+            lost[row] = chosen is None
+            actions.append(self._parse(sample_action(self.action_space, allowed, self._random)) if chosen is None else chosen)
         action, zeros = stack(actions), np.zeros(rows, np.float32)
-        return BatchDecision(action, action, zeros, zeros, ())
+        return BatchDecision(action, action, zeros, zeros, (), lost if lost.any() else None)
 
-    def _act_once(self, observation: Tree, mask: Array | None) -> Tree:
-        if not self._failed:
-            try:
-                return self._parse(self._script(observation, mask))
-            except Exception as error:  # code of the user; the training player must not stop because of it
-                self._failed = True
-                log.exception("the script %s failed", self._script)
-                self._on_failure(f"its script failed: {error!r}")
-        return self._parse(sample_action(self.action_space, mask, self._random))
+    def _call_script(self, observation: Tree, mask: Array | None) -> Tree | None:
+        """The action of the script; None after its first exception, which is reported."""
+        if self._failed:
+            return None
+        try:
+            return self._parse(self._script(observation, mask))
+        except Exception as error:  # code of the user; the training player must not stop because of it
+            self._failed = True
+            log.exception("the script %s failed", self._script)
+            self._on_failure(f"its script failed: {error!r}")
+            return None
+
+
+class ScriptDecider:
+    """A script for the sessions of one match. If it fails, games are refused (410) by the actor."""
+
+    def __init__(self, policy: BatchedPolicy[ScriptedPolicy]) -> None:
+        self._batched = policy
+        self.lost = False
+        """Whether the script has failed: the match must not be counted."""
+
+    @property
+    def policy(self) -> ScriptedPolicy:
+        return self._batched.policy
+
+    def decide(
+        self, observation: Tree, state: State | None = None, mask: Bools | None = None, temperature: float | None = None
+    ) -> asyncio.Future[Decision]:
+        decided = self._batched.decide(observation, state, mask, temperature)
+        decided.add_done_callback(self._note)
+        return decided
+
+    def _note(self, decided: asyncio.Future[Decision]) -> None:
+        self.lost |= not decided.cancelled() and decided.exception() is None and decided.result().lost
+
+    def close(self) -> None:
+        """The match is over."""

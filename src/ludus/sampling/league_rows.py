@@ -89,10 +89,13 @@ class LeagueRowPlayer(PolicyRowPlayer):
         """Rows that are played together: those of one policy, those with random actions (None), and all with scripts (RULE)."""
         self._action_space: gym.Space[Any] = environments.action_space
         self._next: dict[int, MatchOpponent] = {}
-        """Of environments that order their matches in advance: the opponent of the next order, by number of the match."""
+        """Of environments that order their matches in advance: the opponent of the next order, by number of the match. Always complete, because
+        it is read on other threads."""
         self._ordered: dict[int, dict[str, MatchOpponent]] = {match: {} for match in self._rows_of}
         """Opponents of ordered matches, by number and id."""
         self._match_ids: dict[int, str] = {}
+        for match in self._rows_of if environments.current_matches is not None else ():
+            self._next[match] = self._choose_opponent()
         environments.choose_scripts_by(self._choose_script)
 
     @property
@@ -138,10 +141,8 @@ class LeagueRowPlayer(PolicyRowPlayer):
                 self._match_ids[match], first[rows] = current[match], True
                 begun = self._take_ordered(match, current[match])
                 if self._next[match] is begun:
-                    del self._next[match]
+                    self._next[match] = self._choose_opponent()
                 self._seat(rows, begun)
-            if match not in self._next:
-                self._next[match] = self._choose_opponent()
         if first.any():
             self._group_rows()
         return first
@@ -161,9 +162,12 @@ class LeagueRowPlayer(PolicyRowPlayer):
         return None if opponent.model is None else script_name(opponent.model)
 
     def _choose_opponent(self) -> MatchOpponent:
+        return self._chooser.choose(self._random, self._models_in_use)
+
+    def _models_in_use(self) -> frozenset[str]:
         ordered = (one for by_id in self._ordered.values() for one in list(by_id.values()))
         known = (*self._opponents, *self._next.values(), *ordered)
-        return self._chooser.choose(self._random, frozenset(one.model for one in known if one.model is not None))
+        return frozenset(one.model for one in known if one.model is not None)
 
     def _seat(self, rows: Ints, opponent: MatchOpponent) -> None:
         self._end_episodes(rows)

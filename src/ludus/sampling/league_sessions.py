@@ -21,7 +21,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
 from ludus.protocol.codec import ONLY_SEAT
 from ludus.sampling.league_opponents import LeagueOpponents, match_of_sides
-from ludus.sampling.league_policies import freeze_weights, random_policy
+from ludus.sampling.league_policies import ScriptDecider, ScriptedPolicy, freeze_weights, random_policy
 from ludus.sampling.match_opponents import MatchOpponent
 from ludus.sampling.session_opponents import MatchOpponents, SessionOpponents, SessionPolicy, SessionResult, match_random
 
@@ -39,7 +39,8 @@ class _Match:
     winners: set[int | None] = field(default_factory=set)
     cut: bool = False
     """A session has ended before its end."""
-    served: list[ServedDecider] = field(default_factory=list)
+    deciders: list[ServedDecider | ScriptDecider] = field(default_factory=list)
+    """Policies that may fail, of the opponent's seats."""
 
 
 class _SessionPolicies:
@@ -106,7 +107,7 @@ class LeagueSessions:
         if joined is None:
             random = match_random(self._seed, match)
             learning = int(random.integers(2)) if self._swap_sides else 0
-            joined = self._matches[match] = _Match(learning, self._chooser.choose(random, self._models_in_use()))
+            joined = self._matches[match] = _Match(learning, self._chooser.choose(random, self._models_in_use))
         joined.sessions += 1
         return joined.learning, lambda seat: self._policy_of(joined, seat)
 
@@ -119,10 +120,13 @@ class LeagueSessions:
         if model is None or model == self._model:
             return self._random if model is None else self._newest
         policy = self._policies[model]
-        if not isinstance(policy, ServedPolicy):
+        if isinstance(policy, ServedPolicy):
+            match.deciders.append(ServedDecider(policy))
+        elif isinstance(policy.policy, ScriptedPolicy):
+            match.deciders.append(ScriptDecider(policy))
+        else:
             return policy
-        match.served.append(ServedDecider(policy))
-        return match.served[-1]
+        return match.deciders[-1]
 
     def leave(self, match: str, result: SessionResult) -> None:
         left = self._matches[match]
@@ -134,8 +138,8 @@ class LeagueSessions:
         left.sessions -= 1
         if not left.sessions:
             del self._matches[match]
-            for served in left.served:
-                served.close()
+            for decider in left.deciders:
+                decider.close()
             self._finish(match, left)
 
     def _finish(self, name: str, match: _Match) -> None:
@@ -162,8 +166,8 @@ class LeagueSessions:
 
 def _why_not_counted(match: _Match) -> str:
     """Empty: it is counted."""
-    if any(served.lost for served in match.served):
-        return "its served opponent did not answer"
+    if any(decider.lost for decider in match.deciders):
+        return "its opponent, a script or a served agent, has failed"
     if match.cut:
         return "a session ended without the outcome of its last action"
     if not all(match.returns):

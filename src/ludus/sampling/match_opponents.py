@@ -46,9 +46,13 @@ class MatchOpponent:
     """Called with the last recurrent state of each of its agents when the agent's episode is over."""
 
 
+ModelsInUse = Callable[[], frozenset[str]]
+"""Returns the models of all matches that are not over. That costs time, and is needed only when policies are loaded or dropped."""
+
+
 class OpponentChooser(Protocol):
-    def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
-        """Choose the opponent of the next match. `in_use`: models of matches that are not over."""
+    def choose(self, random: np.random.Generator, in_use: ModelsInUse) -> MatchOpponent:
+        """Choose the opponent of the next match."""
         ...
 
     def close(self) -> None:
@@ -96,19 +100,21 @@ class SelfPlayOpponents:
         self._versions: dict[str, int] = {}
         """Model → version, of the loaded ones."""
 
-    def choose(self, random: np.random.Generator, in_use: frozenset[str]) -> MatchOpponent:
+    def choose(self, random: np.random.Generator, in_use: ModelsInUse) -> MatchOpponent:
         self._history.add(*self._source.newest())
-        playing = {version for model, version in self._versions.items() if model in in_use}
-        version = self._draw.draw(random, self._steps(), playing)
+        version = self._draw.draw(random, self._steps(), lambda: self._versions_in(in_use()))
         if version is None:
             return MatchOpponent(LATEST, self._model)
         model = f"{self._model}@{version}"
         if model not in self._versions:
-            kept = in_use | {f"{self._model}@{active}" for active in self._draw.active}
+            kept = in_use() | {f"{self._model}@{active}" for active in self._draw.active}
             self._loaded.keep(kept)
             self._loaded.load(model, self._draw.active[version])
             self._versions = {name: number for name, number in self._versions.items() if name in kept} | {model: version}
         return MatchOpponent(PAST, model)
+
+    def _versions_in(self, models: frozenset[str]) -> set[int]:
+        return {version for model, version in self._versions.items() if model in models}
 
     def close(self) -> None:
         """Nothing to release: the policies belong to the PolicySet."""
@@ -179,23 +185,19 @@ class TwoSides:
         sides: Sequence[Sequence[str]],
         policy_mapping: Mapping[str, str],
         opponents: OpponentChooser,
-        in_use: Callable[[], frozenset[str]],
+        in_use: ModelsInUse,
         seed: int,
         *,
         swap_sides: bool = True,
     ) -> None:
-        self._sides, self._mapping, self._opponents, self._in_use = (
-            [tuple(side) for side in sides],
-            policy_mapping,
-            opponents,
-            in_use,
-        )
+        self._sides, self._mapping = [tuple(side) for side in sides], policy_mapping
+        self._opponents, self._in_use = opponents, in_use
         self._random = np.random.default_rng([seed, 2])  # separate from the random numbers of environments and sampler
         self._swap_sides = swap_sides
 
     def __call__(self, copy: int) -> Seating:
         learning = int(self._random.integers(len(self._sides))) if self._swap_sides else 0
-        opponent = self._opponents.choose(self._random, self._in_use())
+        opponent = self._opponents.choose(self._random, self._in_use)
         models: dict[str, str | None] = {}
         for number, side in enumerate(self._sides):
             for agent in side:

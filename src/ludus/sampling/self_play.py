@@ -8,7 +8,7 @@ A deleted version or an empty store is not an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,20 +95,20 @@ class OpponentDraw:
         self.active: dict[int, Weights] = {}
         """Past versions of new matches, at most ACTIVE."""
 
-    def draw(self, random: np.random.Generator, steps: int, in_use: Collection[int] = ()) -> int | None:
+    def draw(self, random: np.random.Generator, steps: int, in_use: Callable[[], Collection[int]] = tuple) -> int | None:
         """Return a version of `active`; None: the newest version.
 
-        `steps`: environment steps of this process so far. `in_use`: versions that play matches.
+        `steps`: environment steps of this process so far. `in_use`: returns the versions that play matches; called when one is drawn anew.
         """
         if self._latest >= 1.0 or random.random() < self._latest:
             return None
         self._renew(random, steps, in_use)
         return list(self.active)[int(random.integers(len(self.active)))]
 
-    def _renew(self, random: np.random.Generator, steps: int, in_use: Collection[int]) -> None:
+    def _renew(self, random: np.random.Generator, steps: int, in_use: Callable[[], Collection[int]]) -> None:
         """Add past versions until enough are active; then replace the oldest entry every `period` steps."""
         if len(self.active) >= min(ACTIVE, len(self._history)):
-            if steps < self._renew_at or len({*self.active, *in_use}) >= _LOADED:
+            if steps < self._renew_at or len({*self.active, *in_use()}) >= _LOADED:
                 return
             del self.active[next(iter(self.active))]
         self._renew_at = steps + self._period
@@ -257,11 +257,14 @@ class OpponentPlayer(PolicyRowPlayer):
 
     def _draw_opponents(self, first: Bools) -> None:
         for rows in self._begun_matches(first):
-            version = self._draw.draw(self._random, self._steps, set(self._opponents[~self.latest].tolist()))
+            version = self._draw.draw(self._random, self._steps, self._versions_in_use)
             if version is not None:
                 self._past.load(version, self._draw.active[version])
             self._opponents[rows] = _NEWEST if version is None else version
         self._past.keep({*self._opponents.tolist(), *self._draw.active})
+
+    def _versions_in_use(self) -> set[int]:
+        return set(self._opponents[~self.latest].tolist())
 
     def _play_rows(self, opponent: int, rows: Ints, mask: Bools | None, first: Bools, noise: Array) -> Tree:
         policy = self._newest_actor() if opponent == _NEWEST else self._past[opponent]

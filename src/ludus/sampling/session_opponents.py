@@ -19,6 +19,7 @@ from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.inference.served_policy import ServedDecider
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource, PolicySource
+from ludus.sampling.league_policies import ScriptDecider
 from ludus.sampling.self_play import OpponentDraw, OpponentPolicies, PolicyHistory
 
 
@@ -50,7 +51,7 @@ class SessionResult:
     """The side that has won, as reported by the game; None: a draw. Empty: the game has reported none."""
 
 
-SessionPolicy = BatchedPolicy[Any] | ServedDecider
+SessionPolicy = BatchedPolicy[Any] | ServedDecider | ScriptDecider
 
 
 class MatchOpponents(Protocol):
@@ -148,7 +149,7 @@ class SessionOpponents:
         learning = int(random.integers(2)) if self._swap_sides else 0
         self._history.add(*self._source.newest())
         in_use = {match.version for match in self._matches.values() if match.version is not None}
-        version = self._draw.draw(random, self.steps, in_use)
+        version = self._draw.draw(random, self.steps, lambda: in_use)
         if version is not None and version not in self._playing:
             kept = {version, *in_use, *self._draw.active}
             self._policies.load(version, self._draw.active[version])

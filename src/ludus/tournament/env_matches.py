@@ -9,7 +9,6 @@ import contextlib
 import fnmatch
 import hashlib
 import logging
-import math
 import re
 import resource
 import shutil
@@ -37,6 +36,7 @@ from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.play import Step, step_of
+from ludus.sampling.multi_agent.seating import NOT_OVER, compare_sides
 from ludus.tournament.contestants import Contestant, FunctionContestant, TrainedContestant
 from ludus.tournament.players import ActionRequest, MatchPlayer, NoAction, make_player
 from ludus.tournament.result import SIDES, WHO, HeroStats, MatchResult, Who, contestant_in_camp, failure_text
@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 
 MAX_PARALLEL: Final = 16
 _RECREATE_ATTEMPTS: Final = 5
-_RETURN_TOLERANCE: Final = 1e-9
 _MIN_FOR_REPEAT_NOTE: Final = 10
 """Fewest matches after which a note about repeated courses is worthwhile."""
 _NUMBER_SUFFIX = re.compile(r"[_\- ]*[0-9]+$")
@@ -438,9 +437,10 @@ class EnvStage(Stage):
         truncated = not match.last_step.over
         self._traces[match.trace.digest()] += 1
         pairing = self._release_slot(match)
-        returns = [float(np.mean([match.returns[agent] for agent in camp])) for camp in self.camps]
-        equal = math.isclose(*returns, rel_tol=_RETURN_TOLERANCE, abs_tol=_RETURN_TOLERANCE)
-        winner = None if truncated or equal else contestant_in_camp(int(returns[1] > returns[0]), pairing.a_camp)
+        of_camp = [[match.returns[agent] for agent in camp] for camp in self.camps]
+        found = compare_sides(of_camp[pairing.a_camp], of_camp[1 - pairing.a_camp])  # for A
+        counted = NOT_OVER if truncated else found
+        winner: Who | None = None if counted.score == 0.5 else "a" if counted.score == 1.0 else "b"
         heroes = tuple(
             HeroStats(
                 contestant_in_camp(self._camp[agent], pairing.a_camp),
@@ -457,8 +457,8 @@ class EnvStage(Stage):
             reason=f"not over after {match.steps} steps" if truncated else "earned more" if winner else "earned the same",
             ticks=match.steps,
             heroes=heroes,
-            lopsided=0.0 if equal else abs(returns[0] - returns[1]),
-            gain=0.5 * sum(hero.numbers["return"] * (1 if hero.who == "a" else -1) for hero in heroes),
+            lopsided=2 * abs(found.gain),
+            gain=counted.gain,
         )
         recording = None
         if match.steps_dir is not None and match.steps:

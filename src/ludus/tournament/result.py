@@ -73,7 +73,7 @@ class MatchResult:
     lopsided: float = 0.0
     """0 is an even match. At most 2 in the Arena; in an environment the difference between the mean returns of the camps."""
     gain: float | None = None
-    """Half of the difference between the total returns of A and B; None: the game reports only who has won."""
+    """Half of the difference between the mean returns of the agents of A and B; None: the game reports only who has won."""
     recording: str | None = None
     video: str | None = None
 

@@ -13,7 +13,7 @@ from ludus.core import spaces
 from ludus.envs.opponents.lineups import Lineups
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
-from ludus.league.runtime.pair_task import PairTask, load_players, play_battle
+from ludus.league.runtime.pair_task import ModelUnusable, PairTask, load_players, play_battle
 from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
 from ludus.sampling.league_policies import ADDRESS, RULE, GiveUp, PolicySpaces, load_league_policies, load_league_policy
@@ -83,7 +83,13 @@ class ArenaPairs:
             return ServedContestant(model, read_token(token_file or None))
         if model.startswith(RULE) and model.removeprefix(RULE) in self._scripts:
             return ScriptedContestant(model.removeprefix(RULE))
-        policy = load_league_policy(self._league, model, self._like, give_up)
+
+        def stop(reason: str) -> None:
+            """End the battle when a script fails: the matches that are not over have no result."""
+            give_up(reason)
+            raise ModelUnusable(f"{model}: {reason}")
+
+        policy = load_league_policy(self._league, model, self._like, stop)
         assert policy is not None  # rule:random is a script here
         return TrainedContestant(model, policy)
 

@@ -295,11 +295,11 @@ class Coordinator:
         if not player.available:
             return ()
         found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
-        models = {name: "" if name == player.name else self._state.players[name].model for name in found}
+        players = {name: self._state.players[name] for name in found}
         return tuple(
-            LeagueOpponent(name, models[name], float(probability), self._state.players[name].token_file)
-            for name, probability in found.items()
-            if models[name] or name == player.name
+            LeagueOpponent(name, "" if name == player.name else one.model, float(found[name]), one.token_file, one.generation)
+            for name, one in players.items()
+            if one.model or name == player.name
         )
 
     # -- tasks

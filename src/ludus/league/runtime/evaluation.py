@@ -24,7 +24,7 @@ from ludus.sampling.league_policies import GiveUp, LeaguePolicies, PolicySpaces,
 from ludus.sampling.multi_agent.copies import MatchCopies
 from ludus.sampling.multi_agent.match_runner import MatchRunner
 from ludus.sampling.multi_agent.policy_set import PolicySet
-from ludus.sampling.multi_agent.seating import FinishedMatch, Seating
+from ludus.sampling.multi_agent.seating import NOT_OVER, Seating, SideResult
 from ludus.sampling.multi_agent.vector_copies import make_copies
 
 _ROWS: Final = 32
@@ -112,7 +112,7 @@ def _play(
     max_steps: int,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Each copy plays an equal share, from both sides in turn. A match longer than `max_steps` is cut and scored as it is."""
+    """Each copy plays an equal share, from both sides in turn. A match longer than `max_steps` is stopped, and is a draw."""
     n = len(copies)
     left = [task.matches // n + (number < task.matches % n) for number in range(n)]
     loaded = PolicySet({}, torch.Generator().manual_seed(seed), explore=True)
@@ -131,9 +131,9 @@ def _play(
         ends = {agent: served.end_episode for agent, seat in seat_of.items() if (served := players[seat].served) is not None}
         return Seating(models, frozenset(own), task.opponent, on_episode_end=ends)
 
-    def count(number: int, match: FinishedMatch) -> None:
+    def count(number: int, result: SideResult) -> None:
         left[number] -= 1
-        spool.add(task.player, task.opponent, 0, match.score, match.gain)
+        spool.add(task.player, task.opponent, 0, *result)
 
     all_agents = dict.fromkeys((agent for side in sides for agent in side), _OWN)
     matches = MatchRunner(copies, all_agents, loaded, {}, seed, seat_agents=seat_agents)
@@ -144,6 +144,9 @@ def _play(
             long = [
                 number for number in range(n) if left[number] > 0 and number not in over and matches.steps_of(number) >= max_steps
             ]
-            for number, match in [*matches.finished, *((number, matches.stop_match(number)) for number in long)]:
-                count(number, match)
+            for number, match in matches.finished:
+                count(number, match.side_result)
+            for number in long:
+                matches.stop_match(number)
+                count(number, NOT_OVER)
             matches.finished.clear()

@@ -112,4 +112,5 @@ def _event_of(source: str, report: PairReport) -> ResultsReported:
         report.losses,
         report.gain,
         report.generation,
+        report.opponent_generation,
     )

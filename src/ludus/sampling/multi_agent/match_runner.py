@@ -102,6 +102,7 @@ class MatchRunner:
         count = len(copies) * len(self._agents)
         self._rows = _Rows(count)
         self._models: list[str | None] = [None]  # _Rows.model counts them
+        self._model_numbers: dict[str | None, int] = {None: 0}
         self._states: dict[str, State] = {}  # model → recurrent states [rows, …]; only those of its own rows are used
         self._owners: Ints = np.array([self._model_number(policy_mapping[agent]) for agent in self._agents] * len(copies))
         self._recorders: dict[str, tuple[RowRecorder, Ints]] = {}  # with row → index in the recorder
@@ -176,9 +177,10 @@ class MatchRunner:
         self._add_turn_rewards(step)
 
     def _model_number(self, model: str | None) -> int:
-        if model not in self._models:
+        number = self._model_numbers.setdefault(model, len(self._models))
+        if number == len(self._models):
             self._models.append(model)
-        return self._models.index(model)
+        return number
 
     def _decide(self, rows: Ints) -> None:
         """Choose and record the actions of rows, with one forward pass per model."""
@@ -332,10 +334,8 @@ class MatchRunner:
 
     def models_in_use(self) -> frozenset[str]:
         """Models that play in matches which are not over."""
-        models: set[str | None] = set()
-        for seating, over in zip(self._seatings, self._source.over.tolist(), strict=True):
-            if not over:
-                models.update(seating.models.values())
+        playing = self._rows.model[np.repeat(~self._source.over, len(self._agents))]
+        models = [self._models[number] for number in np.unique(playing).tolist()]
         return frozenset(model for model in models if model is not None)
 
     def stop_match(self, number: int) -> FinishedMatch:

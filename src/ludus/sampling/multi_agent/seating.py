@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Final, NamedTuple
 
 from ludus.models.inference.batched_policy import State
 from ludus.sampling.opponents import ZERO_SUM, is_zero_sum
+
+_TOLERANCE: Final = 1e-9
+"""Mean returns that differ by less, absolutely or relatively, are equal: sums of the same rewards differ in their last bits."""
+
+
+class SideResult(NamedTuple):
+    """The result of a match for one of its two sides."""
+
+    score: float
+    """1 for a win, 0.5 for a draw, 0 for a loss."""
+    gain: float
+    """Half of the difference between the mean returns of both sides: positive for a win, 0 for a draw."""
+
+
+NOT_OVER: Final = SideResult(0.5, 0.0)
+"""The result of a match that was stopped at a step limit of Ludus: it has no winner."""
+
+
+def compare_sides(own: Sequence[float], other: Sequence[float]) -> SideResult:
+    """The result of a match from the returns of the agents of both sides: the side with the higher mean return wins."""
+    mine, theirs = fmean(own), fmean(other)
+    if math.isclose(mine, theirs, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+        return SideResult(0.5, 0.0)
+    return SideResult(float(mine > theirs), 0.5 * (mine - theirs))
 
 
 @dataclass(frozen=True)
@@ -45,23 +72,12 @@ class FinishedMatch:
         return sum(self.returns.values())
 
     @property
-    def score(self) -> float:
-        """Score of the own side: 1 if its best return is above those of all others, 0 if below, 0.5 if equal."""
-        own_side = self._own_side
-        own = max(gained for agent, gained in self.returns.items() if agent in own_side)
-        other = max(gained for agent, gained in self.returns.items() if agent not in own_side)
-        return 0.5 + 0.5 * ((own > other) - (own < other))
-
-    @property
-    def gain(self) -> float:
-        """Half of the difference between the total returns of the own side and the other one; its return in a zero-sum game."""
-        own_side = self._own_side
-        return 0.5 * sum(gained if agent in own_side else -gained for agent, gained in self.returns.items())
-
-    @property
-    def _own_side(self) -> frozenset[str]:
+    def side_result(self) -> SideResult:
+        """The result for the own side."""
         assert self.seating is not None
-        return self.seating.side or self.seating.recorded or frozenset()
+        own_side = self.seating.side or self.seating.recorded or frozenset()
+        own = [gained for agent, gained in self.returns.items() if agent in own_side]
+        return compare_sides(own, [gained for agent, gained in self.returns.items() if agent not in own_side])
 
     def result(self, name: str) -> float | None:
         """`win/<opponent>` or `draw/<opponent>`: whether that is how the match ended; None for another opponent and for other names.
@@ -73,4 +89,4 @@ class FinishedMatch:
         kind, _, opponent = name.partition("/")
         if not opponent or self.seating is None or self.seating.opponent != opponent:
             return None
-        return float(self.score == {"win": 1.0, "draw": 0.5}[kind])
+        return float(self.side_result.score == {"win": 1.0, "draw": 0.5}[kind])
