@@ -616,6 +616,15 @@ def test_a_user_who_may_only_look_sees_the_jobs(api: ApiServer) -> None:
         viewer.cancel(job_id)
 
 
+def test_a_helper_that_was_evicted_is_not_replaced_after_the_end(api: ApiServer) -> None:
+    orchestrator = KubernetesOrchestrator(SETTINGS)
+    job_id = orchestrator.submit(trial(Role("worker", ("true",), restart="on-failure")))
+    api.end_pod(api.start_pod(f"{job_id}-worker-0")["metadata"]["name"], 143)
+    api.end_pod(api.start_pod(job_id)["metadata"]["name"], 0)
+    assert orchestrator.status(job_id).state == "succeeded"
+    assert api.objects["jobs", f"{job_id}-worker-0"]["spec"]["activeDeadlineSeconds"] == 1
+
+
 def test_a_list_takes_one_request_for_each_kind(api: ApiServer) -> None:
     orchestrator = KubernetesOrchestrator(SETTINGS)
     for _ in range(4):

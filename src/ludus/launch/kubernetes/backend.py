@@ -297,7 +297,8 @@ class KubernetesOrchestrator:
             return
         self._finish_owner(snapshot, end)
         main = JobRecord.from_owner(snapshot.owner).main
-        if any(not has_ended(pod, now) for pod in snapshot.pods if pod_label(pod, ROLE) != main):
+        others = [pod for pod in snapshot.pods if pod_label(pod, ROLE) != main]
+        if any((pod.get("status") or {}).get("phase") != "Succeeded" for pod in others):  # others may replace one that failed
             self._stop_others(snapshot, 0, workloads)
 
     def _read_workloads(self, job_id: str) -> WorkloadReader:
