@@ -101,6 +101,7 @@ def test_numbers_out_of_range_are_refused_and_the_coordinator_goes_on(tmp_path: 
         {"event": "PlayerTrained", "name": "a", "steps": 5, "model": 3},
         {"event": "PlayerAdded", "player": {"name": "c", "role": "fixed", "steps": None}},
         event_to_json(SettingsChanged(LeagueSettings(elo_k=1.0))),
+        {"event": "PlayerAdded", "player": {"name": "../../precious", "role": "fixed", "model": "/a/run"}},
     ],
 )
 def test_an_event_with_a_value_of_another_type_is_put_aside(tmp_path: Path, event: dict[str, object]) -> None:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from ludus.errors import Damaged
 from ludus.league.events import (
     LeagueEvent,
     PlayerAdded,
@@ -80,6 +81,23 @@ def test_a_player_whose_quarantine_ends_is_met_again(pair: LeagueState) -> None:
 def test_an_anchor_needs_a_finite_rating(pair: LeagueState) -> None:
     for rating in (math.nan, math.inf):
         assert "must be finite" in refusal(pair, PlayerAdded(Player("c", PlayerRole.FIXED, rating=rating))).reason
+
+
+OUTSIDE = ("../../precious", "..", ".", "a/b", "/etc", "", "a\n", "-rf", ".hidden")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_that_lead_out_of_the_league_are_refused(pair: LeagueState, name: str) -> None:
+    """Models of players are stored in directories with their names."""
+    assert "is not a name for a player" in refusal(pair, PlayerAdded(Player(name, PlayerRole.FIXED))).reason
+    assert "is not a name for a player" in refusal(pair, SnapshotTaken("a", name, "m")).reason
+    with pytest.raises(Damaged, match="is not a name for a player"):
+        event_from_json({"event": "PlayerAdded", "player": {"name": name, "role": "fixed"}})
+
+
+def test_names_of_earlier_releases_are_accepted(pair: LeagueState) -> None:
+    for name in ("rule:hard", "main.1", "a+b_c-1"):
+        assert name in apply(pair, PlayerAdded(Player(name, PlayerRole.FIXED))).players
 
 
 def test_results_count_with_the_settings_of_their_time(pair: LeagueState) -> None:

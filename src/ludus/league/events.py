@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ludus.errors import Damaged
-from ludus.league.players import Player, PlayerRole
+from ludus.league.players import Player, PlayerRole, name_problem
 from ludus.league.settings import LeagueSettings, settings_from_json
 
 
@@ -153,5 +153,8 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def player_from_json(values: Mapping[str, Any]) -> Player:
+    """Raises TypeError, KeyError or ValueError if the values are not those of a player."""
+    if problem := name_problem(str(values["name"])):
+        raise ValueError(problem)
     parent_role = values.get("parent_role")
     return Player(**{**values, "role": PlayerRole(values["role"]), "parent_role": parent_role and PlayerRole(parent_role)})

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w:+.-]*")
+"""Names are those of directories and files in a league. The colon is for players that earlier releases have added."""
+
+
+def name_problem(name: str) -> str:
+    """Why no player of a league can have the name; empty: it can. Names of snapshots have a dot."""
+    return "" if _NAME.fullmatch(name) else f"{name!r} is not a name for a player: use letters, digits and _ + - ."
 
 
 class PlayerRole(StrEnum):

@@ -27,7 +27,7 @@ from ludus.league.events import (
 )
 from ludus.league.matchmaking import MatchmakingView, quality_after_loss, quality_probabilities
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, PlayerRole
+from ludus.league.players import Player, PlayerRole, name_problem
 from ludus.league.ratings import ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
 from ludus.league.recent import PairResults, RecentResults
 from ludus.league.settings import LeagueSettings
@@ -92,6 +92,8 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
 
 
 def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
+    if problem := name_problem(player.name):
+        return Refusal(problem)
     if player.name in state.players:
         return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
     if player.rating is not None and not math.isfinite(player.rating):
