@@ -12,6 +12,7 @@ from ludus.league.events import (
     PlayerQuarantined,
     PlayerRetired,
     PlayerTrained,
+    ReportIgnored,
     ResultsReported,
     SettingsChanged,
     SnapshotTaken,
@@ -117,6 +118,19 @@ def test_reports_of_a_source_count_once_and_in_order(pair: LeagueState) -> None:
     assert apply(state, ResultsReported("worker-1", 5, "a", "b", 1, 0, 0)).results == 7
 
 
+def test_reports_without_results_have_an_effect_once(pair: LeagueState) -> None:
+    quarantine = PlayerQuarantined("b", "no file", "w", 3)
+    state = apply(pair, quarantine, PlayerQuarantined("b", ""))
+    assert refusal(state, quarantine).repeated
+    assert refusal(state, ReportIgnored("w", 3)).repeated
+    assert refusal(state, ResultsReported("w", 2, "a", "b", 1, 0, 0)).repeated
+    state = apply(state, ReportIgnored("w", 4))
+    assert refusal(state, PlayerQuarantined("b", "no file", "w", 4)).repeated
+    assert event_from_json({"event": "PlayerQuarantined", "name": "b", "reason": "of an earlier release"}) == (
+        PlayerQuarantined("b", "of an earlier release")
+    )
+
+
 def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> None:
     rule = SnapshotRule(min_steps=100, max_steps=200, win_rate=0.7)
     state = apply(LeagueState(LeagueSettings(snapshots={PlayerRole.MAIN: rule})), PlayerAdded(Player("a", PlayerRole.MAIN)))
@@ -182,6 +196,8 @@ def test_beaten_snapshots_lose_quality() -> None:
         PlayerAdded(Player("a.1", PlayerRole.HISTORICAL, "runs/x", "a", PlayerRole.MAIN, 10)),
         SettingsChanged(LeagueSettings(MatchmakingSettings("psro"), {PlayerRole.MAIN: SnapshotRule(5, 9)}, elo_k=8.0, seed=3)),
         ResultsReported("w", 1, "a", "b", 1, 2, 3),
+        PlayerQuarantined("b", "no file", "w", 4),
+        ReportIgnored("w", 5),
     ],
 )
 def test_events_survive_json(event: LeagueEvent) -> None:

@@ -62,6 +62,17 @@ class PlayerQuarantined:
 
     name: str
     reason: str
+    source: str = ""
+    """Source of the report with this reason, as in `ResultsReported`; empty: decided by the coordinator."""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class ReportIgnored:
+    """A report that had no effect when it was read; it has none when it is read again."""
+
+    source: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,7 @@ LeagueEvent = (
     | SnapshotTaken
     | PlayerRetired
     | PlayerQuarantined
+    | ReportIgnored
     | ResultsReported
     | SourceClosed
 )
@@ -105,7 +117,8 @@ LeagueEvent = (
 _KINDS: Final[Mapping[str, type[LeagueEvent]]] = {
     kind.__name__: kind
     for kind in (
-        SettingsChanged, PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, ResultsReported, SourceClosed,
+        SettingsChanged, PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, ReportIgnored, ResultsReported,
+        SourceClosed,
     )
 }  # fmt: skip
 

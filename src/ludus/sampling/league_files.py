@@ -285,11 +285,12 @@ class SpoolReader:
                     yield report
                 self.offset += len(line)  # after the reader has stored it: otherwise it is read again
 
-    def is_abandoned(self) -> bool:
-        """Whether its writer has ended, so that nothing will be added. False if that cannot be determined."""
+    def is_finished(self) -> bool:
+        """Whether its writer has ended and all complete lines are read. False if that cannot be determined."""
         try:
             with open(self.path, "rb") as file:
                 fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return True
+                file.seek(self.offset)  # with the lock: the writer may have added lines after the last read, and then ended
+                return b"\n" not in file.read()
         except OSError:
             return False
