@@ -60,6 +60,8 @@ class Player:
     """Why its model could not be used; it gets no new matches until this is cleared."""
     token_file: str = ""
     """File with the token of a served address. The token itself is never stored in a league."""
+    start_level: float = 0.0
+    """Steps / share of the training players when it joined, added to its own in the order of turns."""
 
     @property
     def available(self) -> bool:

@@ -101,6 +101,8 @@ def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
         return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
     if player.rating is not None and not math.isfinite(player.rating):
         return Refusal(f"The rating of {player.name!r} is {player.rating}: it must be finite.")
+    if not math.isfinite(player.start_level):
+        return Refusal(f"The start level of {player.name!r} is {player.start_level}: it must be finite.")
     start = player.rating if player.rating is not None else state.elo.get(player.parent or "", ELO_START)
     return replace(
         state,

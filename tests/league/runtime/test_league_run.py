@@ -101,6 +101,28 @@ def test_several_players_train_at_once(tmp_path: Path) -> None:
     assert result.state.results == sum(result.state.players[name].steps for name in ("main", "hunter"))
 
 
+def test_turns_at_the_same_time_end_at_the_stop_of_the_league(tmp_path: Path) -> None:
+    players = {"main": {}, "second": {}, "third": {}}
+    state = run(tmp_path, league(tmp_path, players=players, parallel=3, turn_steps=192, snapshots={}, stop={"timesteps": 384})).state
+    assert sum(state.players[name].steps for name in players) == 384
+
+
+def test_an_exploiter_does_not_train_against_itself_while_main_has_no_model(tmp_path: Path) -> None:
+    """Both could train at once; the exploiter waits for the first checkpoint of the main player."""
+    data = league(tmp_path, parallel=2, turn_steps=192, snapshots={}, stop={"timesteps": 384})
+    run(tmp_path, data)
+    reports = [one for one in read_events(tmp_path) if isinstance(one, ResultsReported) and one.player == "hunter"]
+    assert {one.opponent for one in reports} == {"main"}
+
+
+def test_a_player_that_joins_later_trains_as_much_as_the_others_from_then_on(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}}, snapshots={}, stop={"timesteps": 512})
+    run(tmp_path, data)
+    players = {"main": {}, "hunter": {"role": "main_exploiter"}}
+    state = run(tmp_path, data | {"players": players, "stop": {"timesteps": 1024}}).state
+    assert [state.players[name].steps for name in players] == [768, 256]
+
+
 def test_one_player_alone_plays_against_itself(tmp_path: Path) -> None:
     result = run(tmp_path, league(tmp_path, players={"main": {}}, stop={"timesteps": 128}))
     assert (result.state.results, list(result.state.players)) == (128, ["main"])
@@ -350,6 +372,15 @@ def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
             run(tmp_path, data | {"players": players})
         assert (tmp_path / "league.yaml").read_bytes() == stored
         assert read_state(tmp_path).players == state.players
+    changed = {"decay": 0.5, "matchmaking": {"scheme": "pfsp"}}
+    with pytest.raises(ConfigError):
+        run(tmp_path, data | changed | {"players": {"main": {"role": "league_exploiter"}}})
+    with pytest.raises(ConfigError, match=r"config\.lr is"):
+        run(tmp_path, data | changed | {"config": data["config"] | {"lr": 0.5}})
+    with pytest.raises(ConfigError, match="runs/none"):
+        run(tmp_path, data | changed | {"players": data["players"] | {"old": {"role": "fixed", "model": "runs/none"}}})
+    assert read_state(tmp_path).settings == state.settings
+    assert run(tmp_path, data | changed).state.settings.decay == 0.5
 
 
 def test_a_player_that_returns_to_the_file_stays_retired_and_that_is_said(tmp_path: Path) -> None:
