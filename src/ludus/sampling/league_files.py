@@ -56,6 +56,8 @@ class Matchmaking:
     opponents: tuple[LeagueOpponent, ...] = ()
     stop: str = ""
     """Why training has to end; empty: it continues."""
+    snapshot_due_at: int | None = None
+    """Environment steps of this generation at which a snapshot is taken; None: its league has no rule for it."""
 
 
 def matchmaking_path(league: Path, player: str) -> Path:
@@ -77,7 +79,10 @@ def read_matchmaking(league: Path, player: str) -> Matchmaking | None:
             LeagueOpponent(str(one["name"]), str(one["model"]), float(one["probability"]), str(one.get("token_file", "")))
             for one in values["opponents"]
         )
-        return Matchmaking(str(values["player"]), int(values["generation"]), opponents, str(values["stop"]))
+        due = values.get("snapshot_due_at")
+        return Matchmaking(
+            str(values["player"]), int(values["generation"]), opponents, str(values["stop"]), None if due is None else int(due)
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

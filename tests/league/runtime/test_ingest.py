@@ -93,9 +93,7 @@ def test_a_file_is_removed_when_its_writer_has_ended_and_all_is_counted(tmp_path
     journal.close()
 
 
-def test_a_file_is_not_removed_while_it_has_reports_that_are_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_removed_while_it_has_reports_that_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer may add its last reports and end between the last read and the moment at which its lock is free."""
     now, spool, journal = 0.0, write(tmp_path, ("old", 1.0)), open_league(tmp_path)
     reports = ResultIngest(journal, lambda: now)

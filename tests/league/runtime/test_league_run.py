@@ -103,7 +103,9 @@ def test_several_players_train_at_once(tmp_path: Path) -> None:
 
 def test_turns_at_the_same_time_end_at_the_stop_of_the_league(tmp_path: Path) -> None:
     players = {"main": {}, "second": {}, "third": {}}
-    state = run(tmp_path, league(tmp_path, players=players, parallel=3, turn_steps=192, snapshots={}, stop={"timesteps": 384})).state
+    state = run(
+        tmp_path, league(tmp_path, players=players, parallel=3, turn_steps=192, snapshots={}, stop={"timesteps": 384})
+    ).state
     assert sum(state.players[name].steps for name in players) == 384
 
 
@@ -248,6 +250,34 @@ def test_a_learner_by_hand_trains_through_resets_and_stops_with_the_league(tmp_p
     assert (state.players["other"].steps, state.players["main"].generation) == (0, 3)
     assert (directory / "players/main/g2/checkpoints").is_dir(), "it has trained after the second reset"
     assert state.results > 0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"snapshots": {"main": {"min_steps": 200, "max_steps": 200}}},
+        {"snapshots": {"main": {"min_steps": 200, "max_steps": 200, "reset": 1.0}}},
+        {
+            "snapshots": {"main": {"min_steps": 200, "max_steps": 200}},
+            "matchmaking": {"scheme": "psro", "meta_solver": "uniform"},
+            "evaluation": {"matches": 4},
+        },
+    ],
+    ids=["league", "reset", "psro"],
+)
+def test_a_learner_by_hand_saves_a_checkpoint_when_a_snapshot_is_due(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Its other checkpoints are far apart: without it, the first snapshot would be taken after `checkpoint_time_s`."""
+    file, directory = tmp_path / "league.yaml", tmp_path / "league"
+    data = league(tmp_path, players={"main": {}}, parallel=0, checkpoint_time_s=1000.0, stop={"snapshots": 3}, **sections)
+    file.write_text(yaml.safe_dump(data))
+    with command("run", "-f", file, "--dir", directory) as coordinator:
+        wait_until(lambda: (directory / "league.yaml").exists(), 60)
+        with command("learner", directory, "--player", "main") as learner:
+            out = learner.communicate(timeout=60)[0]
+        coordinator.communicate(timeout=60)
+    assert (learner.returncode, coordinator.returncode) == (0, 0), out
+    players = read_state(directory).players
+    assert [players[f"main.{number}"].steps for number in (1, 2, 3)] == [256, 512, 768], "batches have 64 steps"
 
 
 def test_a_learner_by_hand_takes_over_at_the_end_of_a_turn(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def learner(
         trust.allow_everything()
     check_scripts(directory)
     printer(f"training {player} of the league in {directory}")
-    with PlayerDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
+    with PlayerDisplay(steps, quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
         result = train_player(
             directory.absolute(),
             player,
@@ -109,7 +109,7 @@ def learner(
             announce=printer,
             wait_s=wait,
             take_over_s=wait,
-            follow_resets=True,
+            follow_orders=True,
         )
     if result is None:
         return

@@ -287,8 +287,9 @@ class Coordinator:
     def _publish(self, stop: str = "") -> None:
         for name in self._config.learners():
             player = self._state.players[name]
-            opponents = self._opponents(player)
-            matchmaking = Matchmaking(name, player.generation, opponents, stop or _stop_reason(player, opponents))
+            opponents, due = self._opponents(player), schedule.snapshot_due_at(self._state, player)
+            due_at = None if due is None else due - player.generation_steps
+            matchmaking = Matchmaking(name, player.generation, opponents, stop or _stop_reason(player, opponents), due_at)
             if self._published.get(name) != matchmaking:
                 write_matchmaking(self._league, matchmaking)
                 self._published[name] = matchmaking
