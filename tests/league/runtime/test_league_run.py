@@ -27,7 +27,7 @@ from ludus.league.matchmaking import opponent_probabilities
 from ludus.league.players import PlayerRole
 from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
-from ludus.league.runtime.league_file import LeagueConfig, check_players
+from ludus.league.runtime.league_file import LeagueConfig, allow_tokens, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
 from ludus.league.runtime.workers import LeagueTask
 from ludus.league.spool import submit_events
@@ -59,6 +59,7 @@ def league(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 def run(directory: Path, data: dict[str, Any], said: list[str] | None = None) -> LeagueResult:
     trust.allow(data)
     config = LeagueConfig.model_validate(data)
+    allow_tokens(config)
     resolved = check_players(config, directory)
     return run_league(config, directory, yaml.safe_dump(data).encode(), resolved, (said if said is not None else []).append)
 

@@ -455,12 +455,12 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, models: Mapping[st
     known, level = journal.state.players, schedule.lowest_level(journal.state, config.shares())
     for name, section in config.players.items():
         if name not in known:
-            role, token_file = PlayerRole(section.role), _token_file(section)
+            role, token_file = PlayerRole(section.role), section.token_path
             start = level if role.learns else 0.0
             player = Player(name, role, models[name], rating=section.rating, token_file=token_file, start_level=start)
             journal.apply(PlayerAdded(player))
         elif _is_moved(known[name], section):
-            journal.apply(PlayerTrained(name, known[name].steps, section.model or "", _token_file(section)))
+            journal.apply(PlayerTrained(name, known[name].steps, section.model or "", section.token_path))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -491,11 +491,7 @@ def _is_ready(model: str) -> bool:
 def _is_moved(player: Player, section: PlayerSection) -> bool:
     """Whether the file of the league has another address for a served player, or another file with its token."""
     served = player.model.startswith(ADDRESS) and (section.model or "").startswith(ADDRESS)
-    return served and (player.model, player.token_file) != (section.model, _token_file(section))
-
-
-def _token_file(section: PlayerSection) -> str:
-    return "" if section.token_file is None else str(Path(section.token_file).expanduser().absolute())
+    return served and (player.model, player.token_file) != (section.model, section.token_path)
 
 
 def _import_models(league: Path, players: Mapping[str, PlayerSection]) -> dict[str, str]:

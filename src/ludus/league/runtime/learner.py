@@ -32,7 +32,7 @@ from ludus.league.runtime.league_file import LeagueConfig, player_experiment, re
 from ludus.league.runtime.stored_models import find_newest, run_directory
 from ludus.process.signals import stop_on_signals
 from ludus.sampling.league_files import Matchmaking, MatchmakingWatch
-from ludus.sampling.league_policies import SCRIPT, load_script
+from ludus.sampling.league_policies import ADDRESS, SCRIPT, load_script, read_player_token
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,13 @@ _PROBE_S: Final = 0.5
 """Time to wait for a lock in any case: `is_claimed` of another process holds it for a moment."""
 
 
-def check_scripts(league: Path) -> None:
-    """Import the scripts of all players: opponents that only this machine cannot import must not be quarantined. Raises UsageError."""
+def check_opponents(league: Path) -> None:
+    """Import all scripts and read all tokens: opponents that only this process cannot use must not be quarantined. Raises UsageError."""
     for player in read_state(league).players.values():
         if player.available and player.model.startswith(SCRIPT):
             load_script(league, player.model)
+        elif player.available and player.model.startswith(ADDRESS):
+            read_player_token(player.model, player.token_file)
 
 
 def train_player(
@@ -168,7 +170,7 @@ def _await_snapshot(watch: MatchmakingWatch, orders: Matchmaking) -> str:
             if now is None or now.stop or (now.generation, now.snapshot_due_at) != (orders.generation, orders.snapshot_due_at):
                 return ""
             time.sleep(_FIRST_POLL_S)
-        return stop.name if stop() else ""
+        return stop.name or ""
 
 
 class PlayerDisplay(TrainingDisplay):
