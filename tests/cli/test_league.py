@@ -157,7 +157,7 @@ def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, 
     shutil.copytree(run, league / "players" / "copy")
     version = checkpoint.open_checkpoint(run)[1].state["models"]["model"]["version"]
     assert call("league", "add", league, "outside", f"{run}@{version}").code == 0
-    assert read_state(league).players["outside"].model == f"{run}@{version}"
+    assert read_state(league).players["outside"].model == f"players/outside@{version}"
     journal = LeagueJournal(league, LeagueSettings())
     journal.apply(PlayerAdded(Player("inside", PlayerRole.HISTORICAL, f"players/copy@{version}")))
     journal.close()
@@ -166,6 +166,34 @@ def test_the_policy_of_a_player_is_exported_and_plays(call: Call, league: Path, 
         assert result.code == 0, result.err
         assert OnnxPolicy(tmp_path / "exports" / f"{name}.onnx").version == version
         assert result.json["passed"]
+
+
+def test_the_league_has_a_copy_of_a_model_as_soon_as_it_is_added(call: Call, league: Path, tmp_path: Path) -> None:
+    """No coordinator runs: RUN/best may be another checkpoint later, and the run may be deleted."""
+    run = small.train(tmp_path / "run").run_dir
+    assert call("league", "add", league, "old", run).code == 0
+    shutil.rmtree(run)
+    model = read_state(league).players["old"].model
+    assert model.startswith("players/old@")
+    assert (league / "players" / "old" / "checkpoints").is_dir()
+    assert call("league", "export", league, "old", tmp_path / "exports", "--json").json["passed"]
+    assert "already" in one_line(call("league", "add", league, "old", league / "players" / "old"))
+    assert (league / "players" / "old" / "checkpoints").is_dir()
+
+
+def test_a_match_is_shown_with_the_names_of_the_players(call: Call, league: Path) -> None:
+    shown = call("league", "match", league, "hard", "anchor", "--games", "2", *CARDS).out.splitlines()
+    assert shown[:2] == ["A  hard", "B  anchor"]
+
+
+def test_an_unknown_model_is_not_taken_for_a_script_of_another_game(call: Call, project: Path, tmp_path: Path) -> None:
+    LeagueJournal(tmp_path / "new", LeagueSettings()).close()
+    (tmp_path / "new" / "league.yaml").write_text((project / "league.yaml").read_text())
+    trust.allow("tests.league.games:make_rps")
+    refused = one_line(call("league", "add", tmp_path / "new", "x", "nope"))
+    assert "easy" not in refused
+    assert "Name a run, RUN/best, RUN@VERSION or a checkpoint; or rule:random" in refused
+    assert "Did you mean 'rule:random'?" in one_line(call("league", "add", tmp_path / "new", "x", "random"))
 
 
 def test_the_export_of_a_player_that_an_earlier_release_added_is_copied(call: Call, league: Path, tmp_path: Path) -> None:

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from ludus.core import trust
 from ludus.errors import NotFound
-from ludus.league.events import PlayerAdded, PlayerRetired, ResultsReported, SettingsChanged, event_to_json
+from ludus.league.events import (
+    LeagueEvent,
+    PlayerAdded,
+    PlayerRetired,
+    PlayerTrained,
+    ResultsReported,
+    SettingsChanged,
+    event_to_json,
+)
 from ludus.league.journal import LeagueJournal, read_owner, read_state
 from ludus.league.matchmaking import MatchmakingSettings
 from ludus.league.players import Player, PlayerRole
@@ -62,6 +71,32 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, content: str) -> None:
     journal.close()
 
 
+TOKEN_EVENTS = [
+    PlayerAdded(Player("live", PlayerRole.FIXED, "http://10.0.0.1:80", token_file="/home/me/secret")),
+    PlayerTrained("served", 0, "http://10.0.0.1:80", "/home/me/secret"),
+]
+
+
+@pytest.mark.parametrize("event", TOKEN_EVENTS)
+def test_a_token_file_of_another_process_needs_the_consent_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: LeagueEvent
+) -> None:
+    """The content of the file would be sent to the address."""
+    monkeypatch.setenv(trust.VARIABLE, "")
+    journal = LeagueJournal(tmp_path, LeagueSettings())
+    journal.apply(PlayerAdded(Player("served", PlayerRole.FIXED, "http://localhost:80")))
+    before = journal.state
+    for address, file in {"http://10.0.0.1:81": "/home/me/secret", "http://10.0.0.1:80": "/home/me/token"}.items():
+        trust.allow_token(address, file)
+    submit_events(tmp_path, [event])
+    assert apply_spool(journal) == 0
+    assert journal.state == before
+    trust.allow_token("http://10.0.0.1:80", "/home/me/secret")
+    submit_events(tmp_path, [event])
+    assert apply_spool(journal) == 1
+    journal.close()
+
+
 def test_settings_are_read_back(tmp_path: Path) -> None:
     settings = LeagueSettings(
         MatchmakingSettings("pfsp", "variance", latest=0.6),
@@ -101,6 +136,7 @@ def test_numbers_out_of_range_are_refused_and_the_coordinator_goes_on(tmp_path: 
         {"event": "PlayerTrained", "name": "a", "steps": 5, "model": 3},
         {"event": "PlayerAdded", "player": {"name": "c", "role": "fixed", "steps": None}},
         event_to_json(SettingsChanged(LeagueSettings(elo_k=1.0))),
+        {"event": "PlayerAdded", "player": {"name": "../../precious", "role": "fixed", "model": "/a/run"}},
     ],
 )
 def test_an_event_with_a_value_of_another_type_is_put_aside(tmp_path: Path, event: dict[str, object]) -> None:

@@ -5,12 +5,14 @@ import math
 
 import pytest
 
+from ludus.errors import Damaged
 from ludus.league.events import (
     LeagueEvent,
     PlayerAdded,
     PlayerQuarantined,
     PlayerRetired,
     PlayerTrained,
+    ReportIgnored,
     ResultsReported,
     SettingsChanged,
     SnapshotTaken,
@@ -82,6 +84,23 @@ def test_an_anchor_needs_a_finite_rating(pair: LeagueState) -> None:
         assert "must be finite" in refusal(pair, PlayerAdded(Player("c", PlayerRole.FIXED, rating=rating))).reason
 
 
+OUTSIDE = ("../../precious", "..", ".", "a/b", "/etc", "", "a\n", "-rf", ".hidden")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_that_lead_out_of_the_league_are_refused(pair: LeagueState, name: str) -> None:
+    """Models of players are stored in directories with their names."""
+    assert "is not a name for a player" in refusal(pair, PlayerAdded(Player(name, PlayerRole.FIXED))).reason
+    assert "is not a name for a player" in refusal(pair, SnapshotTaken("a", name, "m")).reason
+    with pytest.raises(Damaged, match="is not a name for a player"):
+        event_from_json({"event": "PlayerAdded", "player": {"name": name, "role": "fixed"}})
+
+
+def test_names_of_earlier_releases_are_accepted(pair: LeagueState) -> None:
+    for name in ("rule:hard", "main.1", "a+b_c-1"):
+        assert name in apply(pair, PlayerAdded(Player(name, PlayerRole.FIXED))).players
+
+
 def test_results_count_with_the_settings_of_their_time(pair: LeagueState) -> None:
     report = ResultsReported("w", 1, "a", "b", 0, 0, 1)
     before = apply(pair, report)
@@ -97,6 +116,19 @@ def test_reports_of_a_source_count_once_and_in_order(pair: LeagueState) -> None:
     for counts in ((-1, 0, 0), (0, 10**400, 0)):
         assert "negative or too large" in refusal(state, ResultsReported("worker-1", 2, "a", "b", *counts)).reason
     assert apply(state, ResultsReported("worker-1", 5, "a", "b", 1, 0, 0)).results == 7
+
+
+def test_reports_without_results_have_an_effect_once(pair: LeagueState) -> None:
+    quarantine = PlayerQuarantined("b", "no file", "w", 3)
+    state = apply(pair, quarantine, PlayerQuarantined("b", ""))
+    assert refusal(state, quarantine).repeated
+    assert refusal(state, ReportIgnored("w", 3)).repeated
+    assert refusal(state, ResultsReported("w", 2, "a", "b", 1, 0, 0)).repeated
+    state = apply(state, ReportIgnored("w", 4))
+    assert refusal(state, PlayerQuarantined("b", "no file", "w", 4)).repeated
+    assert event_from_json({"event": "PlayerQuarantined", "name": "b", "reason": "of an earlier release"}) == (
+        PlayerQuarantined("b", "of an earlier release")
+    )
 
 
 def test_a_snapshot_is_due_when_all_are_beaten_or_after_the_longest_time() -> None:
@@ -164,6 +196,8 @@ def test_beaten_snapshots_lose_quality() -> None:
         PlayerAdded(Player("a.1", PlayerRole.HISTORICAL, "runs/x", "a", PlayerRole.MAIN, 10)),
         SettingsChanged(LeagueSettings(MatchmakingSettings("psro"), {PlayerRole.MAIN: SnapshotRule(5, 9)}, elo_k=8.0, seed=3)),
         ResultsReported("w", 1, "a", "b", 1, 2, 3),
+        PlayerQuarantined("b", "no file", "w", 4),
+        ReportIgnored("w", 5),
     ],
 )
 def test_events_survive_json(event: LeagueEvent) -> None:

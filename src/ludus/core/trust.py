@@ -9,14 +9,16 @@ a stored run, and is imported only
   installed package, and not in or next to the directory of a run, or
 - if it is in `PLUGIN_MODULES`: modules of Gymnasium, PettingZoo, torch and Ludus meant for it, and has the right type.
 
-`plugins.import_object` calls `check` before it imports anything. Environment variables pass the permissions to child processes;
-files of a run directory never grant any. See docs/security.md.
+`plugins.import_object` calls `check` before it imports anything. The same variable holds the tokens that may be sent
+(`allow_token`). Environment variables pass the permissions to child processes; files of a run directory never grant any. See docs/security.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.machinery
+import json
 import os
 import re
 import sys
@@ -107,6 +109,30 @@ def note_run(directory: Path) -> None:
     if "checkpoints" in run.parts[1:]:
         run = next(parent.parent for parent in (run, *run.parents) if parent.name == "checkpoints")
     _runs.add(run.parent if run.name in ("best", "latest") else run)
+
+
+def allow_token(address: str, file: str) -> None:
+    """Let the token in a file be sent to an address, here and in child processes: the user gave both together."""
+    adopt([_token_entry(address, file)])
+
+
+def check_token(address: str, file: str) -> None:
+    """Decide whether the token in a file may be sent to an address. Raises Untrusted."""
+    if not is_token_allowed(address, file):
+        raise Untrusted(
+            f"Stored data names both {address} and the file {file}, whose content would be sent there as a token. Nothing was sent.",
+            "If you trust it, add --trust, or name address and token_file in the file of the league. docs/security.md has the rules.",
+        )
+
+
+def is_token_allowed(address: str, file: str) -> bool:
+    """Whether the user gave address and file together, or trusts all names."""
+    return is_allowed(_token_entry(address, file))
+
+
+def _token_entry(address: str, file: str) -> str:
+    """The entry of `VARIABLE` for a pair: paths and addresses may contain its separators."""
+    return f"token-{hashlib.sha256(json.dumps([address, file]).encode()).hexdigest()}"
 
 
 def is_allowed(name: str) -> bool:

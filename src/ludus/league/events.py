@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ludus.errors import Damaged
-from ludus.league.players import Player, PlayerRole
+from ludus.league.players import Player, PlayerRole, name_problem
 from ludus.league.settings import LeagueSettings, settings_from_json
 
 
@@ -62,6 +62,17 @@ class PlayerQuarantined:
 
     name: str
     reason: str
+    source: str = ""
+    """Source of the report with this reason, as in `ResultsReported`; empty: decided by the coordinator."""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class ReportIgnored:
+    """A report that had no effect when it was read; it has none when it is read again."""
+
+    source: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ LeagueEvent = (
     | SnapshotTaken
     | PlayerRetired
     | PlayerQuarantined
+    | ReportIgnored
     | ResultsReported
     | SourceClosed
 )
@@ -107,7 +119,8 @@ LeagueEvent = (
 _KINDS: Final[Mapping[str, type[LeagueEvent]]] = {
     kind.__name__: kind
     for kind in (
-        SettingsChanged, PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, ResultsReported, SourceClosed,
+        SettingsChanged, PlayerAdded, PlayerTrained, SnapshotTaken, PlayerRetired, PlayerQuarantined, ReportIgnored, ResultsReported,
+        SourceClosed,
     )
 }  # fmt: skip
 
@@ -155,5 +168,8 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def player_from_json(values: Mapping[str, Any]) -> Player:
+    """Raises TypeError, KeyError or ValueError if the values are not those of a player."""
+    if problem := name_problem(str(values["name"])):
+        raise ValueError(problem)
     parent_role = values.get("parent_role")
     return Player(**{**values, "role": PlayerRole(values["role"]), "parent_role": parent_role and PlayerRole(parent_role)})

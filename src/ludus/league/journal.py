@@ -81,8 +81,8 @@ class LeagueJournal:
             self._snapshot_at = self._events
             self._fd = self._open_segment()
             stack.callback(lambda: os.close(self._fd))
-            if settings is not None and (settings != self.state.settings or not self._events):
-                self.apply(SettingsChanged(settings))
+            if settings is not None:
+                self.change_settings(settings)
             self._stack = stack.pop_all()
 
     @property
@@ -100,6 +100,11 @@ class LeagueJournal:
         if self._events - self._snapshot_at >= self._snapshot_every:
             self.snapshot()
         return None
+
+    def change_settings(self, settings: LeagueSettings) -> None:
+        """Apply settings to the following events, unless the league has them."""
+        if settings != self.state.settings or not self._events:
+            self.apply(SettingsChanged(settings))
 
     def snapshot(self) -> None:
         """Store the whole state, and begin a new segment of the journal."""
@@ -156,6 +161,10 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
+def holds_league(directory: Path) -> bool:
+    return (directory / _JOURNAL).is_dir()
+
+
 def read_owner(directory: Path) -> str:
     """The process that runs the league; empty if none does. Takes the lock for a moment if it is free."""
     try:
@@ -192,7 +201,7 @@ def read_events(directory: Path) -> Iterator[LeagueEvent]:
 
 
 def _require_league(directory: Path) -> None:
-    if not (directory / _JOURNAL).is_dir():
+    if not holds_league(directory):
         raise NotFound(f"There is no league in {directory}.", "`ludus league run` creates one.")
 
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w:+.-]*")
+"""Names are those of directories and files in a league. The colon is for players that earlier releases have added."""
+
+
+def name_problem(name: str) -> str:
+    """Why no player of a league can have the name; empty: it can. Names of snapshots have a dot."""
+    return "" if _NAME.fullmatch(name) else f"{name!r} is not a name for a player: use letters, digits and _ + - ."
 
 
 class PlayerRole(StrEnum):
@@ -50,6 +60,8 @@ class Player:
     """Why its model could not be used; it gets no new matches until this is cleared."""
     token_file: str = ""
     """File with the token of a served address. The token itself is never stored in a league."""
+    start_level: float = 0.0
+    """Steps / share of the training players when it joined, added to its own in the order of turns."""
 
     @property
     def available(self) -> bool:

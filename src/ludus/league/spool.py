@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ludus.core import trust
 from ludus.errors import Damaged, Fenced
 from ludus.io.atomic_file import replace_file
-from ludus.league.events import LeagueEvent, check_submitted, event_from_json, event_to_json
+from ludus.league.events import LeagueEvent, PlayerAdded, PlayerTrained, check_submitted, event_from_json, event_to_json
 from ludus.league.journal import LeagueJournal
+from ludus.league.players import Player
 from ludus.league.state import Refusal
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ def submit_events(directory: Path, events: Sequence[LeagueEvent]) -> list[Refusa
 def apply_spool(journal: LeagueJournal) -> int:
     """Apply the events that other processes left; for the coordinator, every few seconds. Returns the number of events applied.
 
-    Refused events are logged. A damaged file is renamed to `.damaged` and stays.
+    Refused events are logged, among them token files that the user of this process did not name. A damaged file is renamed to
+    `.damaged` and stays.
     """
     applied = 0
     for path in sorted((journal.directory / _FOLDER).glob("*.json")):
@@ -63,10 +66,22 @@ def apply_spool(journal: LeagueJournal) -> int:
             path.rename(path.with_suffix(".damaged"))
             continue
         for event in events:
-            refusal = journal.apply(event)
+            refusal = _refuse_token(event) or journal.apply(event)
             if refusal is None:
                 applied += 1
             elif not refusal.repeated:
                 log.warning("%s of %s is refused: %s", type(event).__name__, path, refusal.reason)
         path.unlink(missing_ok=True)
     return applied
+
+
+def _refuse_token(event: LeagueEvent) -> Refusal | None:
+    """A token file may be any file that this user can read, and the address that of any server."""
+    given = event.player if isinstance(event, PlayerAdded) else event
+    if not isinstance(given, Player | PlayerTrained) or not given.token_file:
+        return None
+    if trust.is_token_allowed(given.model, given.token_file):
+        return None
+    return Refusal(
+        f"{given.name} has the token file {given.token_file}; start `ludus league run` with --trust, or name the player in its file"
+    )

@@ -20,6 +20,7 @@ from ludus.league.events import (
     PlayerQuarantined,
     PlayerRetired,
     PlayerTrained,
+    ReportIgnored,
     ResultsReported,
     SettingsChanged,
     SnapshotTaken,
@@ -27,7 +28,7 @@ from ludus.league.events import (
 )
 from ludus.league.matchmaking import MatchmakingView, quality_after_loss, quality_probabilities
 from ludus.league.payoff import PayoffTable
-from ludus.league.players import Player, PlayerRole
+from ludus.league.players import Player, PlayerRole, name_problem
 from ludus.league.ratings import ELO_START, SkillEstimate, skill_of_anchor, spread_outcomes, update_elo, update_skill
 from ludus.league.recent import PairResults, RecentResults
 from ludus.league.settings import LeagueSettings
@@ -81,7 +82,9 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
         case PlayerRetired():
             return _with_player(state, event.name, retired=True)
         case PlayerQuarantined():
-            return _with_player(state, event.name, quarantine=event.reason)
+            return _quarantine(state, event)
+        case ReportIgnored():
+            return _count_number(state, event.source, event.number)
         case ResultsReported():
             return _count_report(state, event)
         case SourceClosed():
@@ -92,10 +95,14 @@ def step(state: LeagueState, event: LeagueEvent) -> LeagueState | Refusal:
 
 
 def _add_player(state: LeagueState, player: Player) -> LeagueState | Refusal:
+    if problem := name_problem(player.name):
+        return Refusal(problem)
     if player.name in state.players:
         return Refusal(f"There is a player {player.name!r} already.", repeated=state.players[player.name] == player)
     if player.rating is not None and not math.isfinite(player.rating):
         return Refusal(f"The rating of {player.name!r} is {player.rating}: it must be finite.")
+    if not math.isfinite(player.start_level):
+        return Refusal(f"The start level of {player.name!r} is {player.start_level}: it must be finite.")
     start = player.rating if player.rating is not None else state.elo.get(player.parent or "", ELO_START)
     return replace(
         state,
@@ -117,6 +124,11 @@ def _with_player(state: LeagueState, name: str, **changes: object) -> LeagueStat
         return _unknown(name)
     changed = replace(state.players[name], **changes)  # type: ignore[arg-type]  # fields of Player by name
     return replace(state, players={**state.players, name: changed})
+
+
+def _quarantine(state: LeagueState, event: PlayerQuarantined) -> LeagueState | Refusal:
+    reported = _count_number(state, event.source, event.number) if event.source else state
+    return reported if isinstance(reported, Refusal) else _with_player(reported, event.name, quarantine=event.reason)
 
 
 def _unknown(name: str) -> Refusal:
@@ -160,13 +172,20 @@ def _take_snapshot(state: LeagueState, event: SnapshotTaken) -> LeagueState | Re
 # -- results ----------------------------------------------------------------------------------------------------------------
 
 
+def _count_number(state: LeagueState, source: str, number: int) -> LeagueState | Refusal:
+    """Every report of a source has an effect once."""
+    if number <= state.reports.get(source, 0):
+        return Refusal(f"Report {number} of {source!r} was counted before.", repeated=True)
+    return replace(state, reports={**state.reports, source: number})
+
+
 def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | Refusal:
     for name in (event.player, event.opponent):
         if name not in state.players:
             return _unknown(name)
-    last = state.reports.get(event.source, 0)
-    if event.number <= last:
-        return Refusal(f"Report {event.number} of {event.source!r} was counted before.", repeated=True)
+    counted = _count_number(state, event.source, event.number)
+    if isinstance(counted, Refusal):
+        return counted
     counts = (event.wins, event.draws, event.losses)
     if min(counts) < 0 or max(counts) > _MAX_COUNT:
         return Refusal(
@@ -174,7 +193,6 @@ def _count_report(state: LeagueState, event: ResultsReported) -> LeagueState | R
         )
     if event.gain is not None and not math.isfinite(event.gain):
         return Refusal(f"The gain in report {event.number} of {event.source!r} is {event.gain}: it must be finite.")
-    counted = replace(state, reports={**state.reports, event.source: event.number})
     generations = ((event.player, event.generation), (event.opponent, event.opponent_generation))
     if any(generation not in (None, state.players[name].generation) for name, generation in generations):
         return replace(counted, results=state.results + event.wins + event.draws + event.losses)

@@ -58,6 +58,8 @@ class Matchmaking:
     opponents: tuple[LeagueOpponent, ...] = ()
     stop: str = ""
     """Why training has to end; empty: it continues."""
+    snapshot_due_at: int | None = None
+    """Environment steps of this generation at which a snapshot is taken; None: its league has no rule for it."""
 
 
 def matchmaking_path(league: Path, player: str) -> Path:
@@ -85,7 +87,10 @@ def read_matchmaking(league: Path, player: str) -> Matchmaking | None:
             )
             for one in values["opponents"]
         )
-        return Matchmaking(str(values["player"]), int(values["generation"]), opponents, str(values["stop"]))
+        due = values.get("snapshot_due_at")
+        return Matchmaking(
+            str(values["player"]), int(values["generation"]), opponents, str(values["stop"]), None if due is None else int(due)
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -298,11 +303,12 @@ class SpoolReader:
                     yield report
                 self.offset += len(line)  # after the reader has stored it: otherwise it is read again
 
-    def is_abandoned(self) -> bool:
-        """Whether its writer has ended, so that nothing will be added. False if that cannot be determined."""
+    def is_finished(self) -> bool:
+        """Whether its writer has ended and all complete lines are read. False if that cannot be determined."""
         try:
             with open(self.path, "rb") as file:
                 fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return True
+                file.seek(self.offset)  # with the lock: the writer may have added lines after the last read, and then ended
+                return b"\n" not in file.read()
         except OSError:
             return False

@@ -23,7 +23,7 @@ from ludus.core.plugins import import_object
 from ludus.core.tree import Array, Tree, leaves, map_tree, stack
 from ludus.core.types import Bools
 from ludus.envs.pettingzoo import sample_action
-from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, UsageError
+from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, Untrusted, UsageError
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy, Decision, State
 from ludus.models.inference.served_policy import ServedAgent
@@ -137,10 +137,21 @@ def load_league_policies(
     """
     if model.startswith(ADDRESS):
         game = SeatSpaces(like.observation_space, like.action_space)
-        served = ServedAgent(model, read_token(token_file or None), game, agents, give_up)
+        served = ServedAgent(model, read_player_token(model, token_file), game, agents, give_up)
         return LeaguePolicies(served.policies, served)
     policy = load_league_policy(league, model, like, give_up)
     return LeaguePolicies({} if policy is None else {"": policy})
+
+
+def read_player_token(address: str, token_file: str) -> str | None:
+    """The token of a served address; None: it needs none. The journal or another process may have named both.
+
+    Raises Untrusted unless the user gave them together, UsageError if the file cannot be read.
+    """
+    if not token_file:
+        return None
+    trust.check_token(address, token_file)
+    return read_token(token_file)
 
 
 def load_league_policy(
@@ -183,7 +194,7 @@ def load_script(league: Path | None, model: str) -> Script:
     """Import the function of `script:module:function`; with `league` also from its copies. Raises UsageError."""
     name = model.removeprefix(SCRIPT)
     if league is not None:
-        make_importable(league, name, "player")
+        make_importable(league, name)
     function = import_object(name, "player", lambda target, project: callable(target))
     if not callable(function):
         raise UsageError(
@@ -194,10 +205,11 @@ def load_script(league: Path | None, model: str) -> Script:
     return script
 
 
-def make_importable(league: Path, name: str, kind: str) -> None:
+def make_importable(league: Path, name: str) -> None:
     """If the module of `module:function` is not on the import path but the league has a copy of it, import it from there from now on.
 
-    Copies are stored data: they are used only if the user gave the name or trusts all names. Raises Untrusted.
+    Copies are stored data, even if the user gave the name, and any other module is then found among them too: they are used only if the
+    user trusts all names. Raises Untrusted.
     """
     module = name.partition(":")[0]
     try:
@@ -205,8 +217,11 @@ def make_importable(league: Path, name: str, kind: str) -> None:
     except UnknownName:
         if not _has_copy(league, module):
             return
-        if not trust.is_allowed(name):
-            raise trust.untrusted_error(name, kind, f"{module} is only in the directory of the league") from None
+        if not trust.is_allowed(trust.EVERYTHING):
+            raise Untrusted(
+                f"{module} is not on the import path. The league has a copy in {league / CODE}, which is stored data: nothing was imported.",
+                f"Run the command where {module} can be imported, or add --trust to import the copies. docs/security.md has the rules.",
+            ) from None
         import_copies(league)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -11,16 +12,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ludus.league.events import PlayerAdded, ResultsReported
+from ludus.league.events import PlayerAdded, PlayerQuarantined, ResultsReported
 from ludus.league.journal import LeagueJournal, read_state
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import ingest
 from ludus.league.runtime.ingest import ResultIngest
 from ludus.league.settings import LeagueSettings
 from ludus.league.spool import apply_spool, submit_events
+from ludus.sampling import league_files
 from ludus.sampling.league_files import PairReport, ResultSpool, SpoolReader
 
 
@@ -90,6 +93,42 @@ def test_a_file_is_removed_when_its_writer_has_ended_and_all_is_counted(tmp_path
     journal.close()
 
 
+def test_a_file_is_not_removed_while_it_has_reports_that_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer may add its last reports and end between the last read and the moment at which its lock is free."""
+    now, spool, journal = 0.0, write(tmp_path, ("old", 1.0)), open_league(tmp_path)
+    reports = ResultIngest(journal, lambda: now)
+    reports.poll()
+    now += ingest._QUIET_S
+
+    def lock(file: int, kind: int) -> None:
+        if spool._fd >= 0:
+            spool.add("main", "old", 0, 0.0, -1.0)
+            spool.close()
+        fcntl.flock(file, kind)
+
+    monkeypatch.setattr(league_files, "fcntl", SimpleNamespace(flock=lock, LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB))
+    for _ in range(2):
+        reports.poll()
+    assert journal.state.results == 2
+    now += ingest._QUIET_S
+    reports.poll()
+    assert not spool.path.exists()
+    journal.close()
+
+
+def test_the_torn_last_line_of_a_killed_writer_does_not_keep_its_file(tmp_path: Path) -> None:
+    now, spool, journal = 0.0, write(tmp_path, ("old", 1.0)), open_league(tmp_path)
+    spool.close()
+    with open(spool.path, "ab") as file:
+        file.write(b'{"number": 2')
+    reports = ResultIngest(journal, lambda: now)
+    for _ in range(2):
+        reports.poll()
+        now += ingest._QUIET_S
+    assert (journal.state.results, spool.path.exists()) == (1, False)
+    journal.close()
+
+
 def test_a_coordinator_killed_between_removal_and_journal_counts_nothing_twice(tmp_path: Path) -> None:
     spool = write(tmp_path, ("old", 1.0))
     spool.close()
@@ -118,6 +157,41 @@ def test_a_player_whose_model_cannot_be_loaded_is_excluded_unless_it_has_another
     reports.poll()
     assert journal.state.players["old"].quarantine == "damaged"
     journal.close()
+
+
+def test_a_quarantine_that_has_ended_is_not_repeated_by_reports_that_were_read_before(tmp_path: Path) -> None:
+    """The sources of learners on other machines stay, and a restarted coordinator reads them from their beginning."""
+    first, second = write(tmp_path), write(tmp_path)
+    for spool in (first, second, first):
+        spool.report_unusable("old", "players/old@1", "its file is damaged")
+    journal = open_league(tmp_path)
+    ResultIngest(journal).poll()
+    assert journal.state.players["old"].quarantine == "its file is damaged"
+    journal.apply(PlayerQuarantined("old", ""))
+    journal.close()
+
+    def quarantine() -> str:
+        return journal.state.players["old"].quarantine
+
+    journal = open_league(tmp_path)
+    reports = ResultIngest(journal)
+    reports.poll()
+    assert not quarantine()
+    second.report_unusable("old", "players/old@1", "it is still damaged")
+    reports.poll()
+    assert quarantine() == "it is still damaged"
+    journal.close()
+
+
+def test_an_old_report_of_a_server_that_did_not_answer_does_not_wait_for_it_again(tmp_path: Path) -> None:
+    write(tmp_path).report_unusable("old", "players/old@1", "no answer", temporary=True)
+    asked: list[str] = []
+    for _ in range(2):
+        journal = open_league(tmp_path)
+        ResultIngest(journal, on_away=lambda player, reason: asked.append(player.name)).poll()
+        journal.apply(PlayerQuarantined("old", ""))
+        journal.close()
+    assert asked == ["old"]
 
 
 WRITER = """

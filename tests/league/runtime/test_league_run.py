@@ -27,7 +27,7 @@ from ludus.league.matchmaking import opponent_probabilities
 from ludus.league.players import PlayerRole
 from ludus.league.runtime import coordinator
 from ludus.league.runtime.coordinator import LeagueResult, run_league
-from ludus.league.runtime.league_file import LeagueConfig, check_players
+from ludus.league.runtime.league_file import LeagueConfig, allow_tokens, check_players
 from ludus.league.runtime.learner import claim_player, is_claimed
 from ludus.league.runtime.workers import LeagueTask
 from ludus.league.spool import submit_events
@@ -59,6 +59,7 @@ def league(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 def run(directory: Path, data: dict[str, Any], said: list[str] | None = None) -> LeagueResult:
     trust.allow(data)
     config = LeagueConfig.model_validate(data)
+    allow_tokens(config)
     resolved = check_players(config, directory)
     return run_league(config, directory, yaml.safe_dump(data).encode(), resolved, (said if said is not None else []).append)
 
@@ -99,6 +100,30 @@ def test_several_players_train_at_once(tmp_path: Path) -> None:
     result = run(tmp_path, league(tmp_path, parallel=2, stop={"snapshots": 4}))
     assert sum(one.role is PlayerRole.HISTORICAL for one in result.state.players.values()) >= 4
     assert result.state.results == sum(result.state.players[name].steps for name in ("main", "hunter"))
+
+
+def test_turns_at_the_same_time_end_at_the_stop_of_the_league(tmp_path: Path) -> None:
+    players: dict[str, Any] = {"main": {}, "second": {}, "third": {}}
+    state = run(
+        tmp_path, league(tmp_path, players=players, parallel=3, turn_steps=192, snapshots={}, stop={"timesteps": 384})
+    ).state
+    assert sum(state.players[name].steps for name in players) == 384
+
+
+def test_an_exploiter_does_not_train_against_itself_while_main_has_no_model(tmp_path: Path) -> None:
+    """Both could train at once; the exploiter waits for the first checkpoint of the main player."""
+    data = league(tmp_path, parallel=2, turn_steps=192, snapshots={}, stop={"timesteps": 384})
+    run(tmp_path, data)
+    reports = [one for one in read_events(tmp_path) if isinstance(one, ResultsReported) and one.player == "hunter"]
+    assert {one.opponent for one in reports} == {"main"}
+
+
+def test_a_player_that_joins_later_trains_as_much_as_the_others_from_then_on(tmp_path: Path) -> None:
+    data = league(tmp_path, players={"main": {}}, snapshots={}, stop={"timesteps": 512})
+    run(tmp_path, data)
+    players = {"main": {}, "hunter": {"role": "main_exploiter"}}
+    state = run(tmp_path, data | {"players": players, "stop": {"timesteps": 1024}}).state
+    assert [state.players[name].steps for name in players] == [768, 256]
 
 
 def test_one_player_alone_plays_against_itself(tmp_path: Path) -> None:
@@ -228,6 +253,34 @@ def test_a_learner_by_hand_trains_through_resets_and_stops_with_the_league(tmp_p
     assert state.results > 0
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"snapshots": {"main": {"min_steps": 200, "max_steps": 200}}},
+        {"snapshots": {"main": {"min_steps": 200, "max_steps": 200, "reset": 1.0}}},
+        {
+            "snapshots": {"main": {"min_steps": 200, "max_steps": 200}},
+            "matchmaking": {"scheme": "psro", "meta_solver": "uniform"},
+            "evaluation": {"matches": 4},
+        },
+    ],
+    ids=["league", "reset", "psro"],
+)
+def test_a_learner_by_hand_saves_a_checkpoint_when_a_snapshot_is_due(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Its other checkpoints are far apart: without it, the first snapshot would be taken after `checkpoint_time_s`."""
+    file, directory = tmp_path / "league.yaml", tmp_path / "league"
+    data = league(tmp_path, players={"main": {}}, parallel=0, checkpoint_time_s=1000.0, stop={"snapshots": 3}, **sections)
+    file.write_text(yaml.safe_dump(data))
+    with command("run", "-f", file, "--dir", directory) as coordinator:
+        wait_until(lambda: (directory / "league.yaml").exists(), 60)
+        with command("learner", directory, "--player", "main") as learner:
+            out = learner.communicate(timeout=60)[0]
+        coordinator.communicate(timeout=60)
+    assert (learner.returncode, coordinator.returncode) == (0, 0), out
+    players = read_state(directory).players
+    assert [players[f"main.{number}"].steps for number in (1, 2, 3)] == [256, 512, 768], "batches have 64 steps"
+
+
 def test_a_learner_by_hand_takes_over_at_the_end_of_a_turn(tmp_path: Path) -> None:
     file, directory, pause = tmp_path / "league.yaml", tmp_path / "league", tmp_path / "pause"
     data = league(tmp_path, players={"main": {}}, env_config={"paused_by": str(pause)}, stop={"timesteps": 1_000_000})
@@ -350,6 +403,15 @@ def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
             run(tmp_path, data | {"players": players})
         assert (tmp_path / "league.yaml").read_bytes() == stored
         assert read_state(tmp_path).players == state.players
+    changed = {"decay": 0.5, "matchmaking": {"scheme": "pfsp"}}
+    with pytest.raises(ConfigError):
+        run(tmp_path, data | changed | {"players": {"main": {"role": "league_exploiter"}}})
+    with pytest.raises(ConfigError, match=r"config\.lr is"):
+        run(tmp_path, data | changed | {"config": data["config"] | {"lr": 0.5}})
+    with pytest.raises(ConfigError, match="runs/none"):
+        run(tmp_path, data | changed | {"players": data["players"] | {"old": {"role": "fixed", "model": "runs/none"}}})
+    assert read_state(tmp_path).settings == state.settings
+    assert run(tmp_path, data | changed).state.settings.decay == 0.5
 
 
 def test_a_player_that_returns_to_the_file_stays_retired_and_that_is_said(tmp_path: Path) -> None:

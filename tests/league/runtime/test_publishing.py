@@ -17,7 +17,7 @@ def test_opponents_are_published_with_their_generation(tmp_path: Path) -> None:
     data = {"env": "none", "players": players, "parallel": 0, "matchmaking": {"scheme": "round_robin"}}
     config = LeagueConfig.model_validate(data)
     journal = LeagueJournal(tmp_path, config.settings())
-    add_players(journal, config, lambda line: None)
+    add_players(journal, config, dict.fromkeys(players, ""), lambda line: None)
     for event in (
         PlayerTrained("hunter", 100, "players/hunter/g0@1"),
         SnapshotTaken("hunter", "hunter.1", "players/hunter.1@1", reset=True),

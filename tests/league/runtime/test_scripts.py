@@ -90,7 +90,7 @@ def test_scripts_next_to_the_file_play_from_any_directory_and_on_machines_withou
     assert {path.name for path in (league / "code").glob("*.py")} == {"bots.py", "helpers.py", "shapes.py"}
 
     matched = ludus(elsewhere, "match", league, "main.1", "rock", "--games", 4, code=2)
-    assert "would run code that you did not name" in matched
+    assert "shapes is not on the import path. The league has a copy" in matched
     assert "--trust" in matched
     assert "4 games" in ludus(elsewhere, "match", league, "main.1", "rock", "--games", 4, "--trust")
 
@@ -104,13 +104,30 @@ def test_scripts_next_to_the_file_play_from_any_directory_and_on_machines_withou
             wait_until(lambda: "parallel: 0" in (league / "league.yaml").read_text(), 60)
             project.rename(tmp_path / "moved")
             refused = ludus(elsewhere, "learner", league, "-p", "main", code=2)
-            assert "bots is only in the directory of the league" in refused
+            assert "bots is not on the import path. The league has a copy" in refused
             assert "--trust" in refused
             ludus(elsewhere, "learner", league, "-p", "main", "--steps", 64, "--trust")
             wait_until(lambda: read_state(league).payoff.record("main", "rock").games > trained, 60)
         finally:
             coordinator.kill()
     assert not read_state(league).players["rock"].quarantine
+
+
+@pytest.mark.system
+def test_league_run_imports_no_copy_without_consent(project: Path, tmp_path: Path) -> None:
+    """The file names the script, but a copy in a league of another person may contain anything; so may modules beside it."""
+    league, file = tmp_path / "league", project / "league.yaml"
+    file.write_text(file.read_text().replace("shapes:make_rps", "ludus/RockPaperScissors-v0"))
+    (league / "code").mkdir(parents=True)
+    (league / "code" / "bots.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{BOTS}")
+    (league / "code" / "helpers.py").write_text(HELPERS)
+    (project / "bots.py").unlink()
+    refused = ludus(tmp_path / "elsewhere", "run", "-f", file, "--dir", league, code=2)
+    assert "bots is not on the import path. The league has a copy" in refused
+    assert "add --trust" in refused
+    assert not (tmp_path / "ran").exists()
+    ludus(tmp_path / "elsewhere", "run", "-f", file, "--dir", league, "--trust")
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.system
@@ -156,10 +173,13 @@ def test_copies_run_only_with_consent(copied: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnknownName):
         load_script(None, "script:bots:rock")
     monkeypatch.chdir(copied.parent)  # the directory of a league is not part of the project around it
-    with pytest.raises(Untrusted, match="bots is only in the directory of the league"):
+    with pytest.raises(Untrusted, match="bots is not on the import path"):
+        load_script(copied, "script:bots:rock")
+    trust.allow("script:bots:rock")
+    with pytest.raises(Untrusted, match="add --trust"):  # the name was given, but not the content of the copy
         load_script(copied, "script:bots:rock")
     assert str(copied / league_policies.CODE) not in sys.path
-    trust.allow("script:bots:rock")
+    trust.allow_everything()
     assert load_script(copied, "script:bots:rock")(None, None) == 0
     assert "unused" not in sys.modules
 

@@ -17,20 +17,22 @@ from typer.testing import CliRunner
 
 from ludus.cli.main import app
 from ludus.config.problem import ConfigErrors
-from ludus.errors import ConfigError
+from ludus.core import trust
+from ludus.errors import ConfigError, Untrusted
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import GatewaySettings
-from ludus.league.events import PlayerQuarantined
+from ludus.league.events import PlayerAdded, PlayerQuarantined
 from ludus.league.journal import LeagueJournal, read_events, read_state
 from ludus.league.players import Player, PlayerRole
-from ludus.league.runtime.away_players import AwayPlayers
-from ludus.league.runtime.league_file import LeagueConfig, check_players
+from ludus.league.runtime.away_players import AwayPlayers, answers
+from ludus.league.runtime.league_file import LeagueConfig, allow_tokens, check_players
+from ludus.league.runtime.learner import check_opponents
 from ludus.league.settings import LeagueSettings
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.weights.version_store import FixedSource
 from ludus.protocol.codec import SeatSpaces, seats_to_spec
-from ludus.sampling.league_policies import ScriptedPolicy
+from ludus.sampling.league_policies import ScriptedPolicy, load_league_policies
 from tests.league.games import RockPaperScissors, rock
 from tests.league.runtime.test_league_run import command, league, run
 from tests.local_servers import Served, gateway
@@ -167,6 +169,51 @@ def test_match_and_add_take_a_served_player_with_its_token(tmp_path: Path) -> No
         assert played.exit_code == 0, played.output
     assert json.loads(played.stdout.splitlines()[0])["players"] == ["live", "dice"]
     assert read_state(tmp_path / "league").payoff.record("live", "dice").games == 30
+
+
+@pytest.mark.parametrize("given", ["nothing", "another address", "the pair", "--trust"])
+def test_a_token_is_sent_only_to_the_address_with_which_the_user_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Address and file are in the journal of the league, which may be that of another person."""
+    monkeypatch.setenv(trust.VARIABLE, "")
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    league = tmp_path / "league"
+    journal = LeagueJournal(league, LeagueSettings())
+    with serve_rock(0, token=TOKEN) as served:
+        player = Player("live", PlayerRole.FIXED, served.url, token_file=str(token_file))
+        journal.apply(PlayerAdded(player))
+        journal.close()
+        if given == "--trust":
+            trust.allow_everything()
+        if given != "nothing":
+            trust.allow_token(served.url if given == "the pair" else "http://127.0.0.1:9", str(token_file))
+        if given in ("the pair", "--trust"):
+            check_opponents(league)
+            load_league_policies(
+                league, served.url, _Like(), lambda reason, temporary=False: None, token_file=str(token_file)
+            ).close()
+            assert answers(player)
+            return
+        with pytest.raises(Untrusted, match="Nothing was sent"):
+            check_opponents(league)
+        with pytest.raises(Untrusted, match="Nothing was sent"):
+            load_league_policies(league, served.url, _Like(), lambda reason, temporary=False: None, token_file=str(token_file))
+        assert not answers(player)
+        words = ["league", "match", str(league), "live", "live", "--games", "1", "--env", "tests.league.games:make_rps"]
+        assert isinstance(CliRunner().invoke(app, words).exception, Untrusted | SystemExit)
+        assert served.gateway.sessions.stats.started == 0
+
+
+def test_the_file_of_a_league_gives_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trust.VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    allow_tokens(LeagueConfig.model_validate(served_league(tmp_path, "http://127.0.0.1:9", rock={"token_file": "live.token"})))
+    assert trust.is_token_allowed("http://127.0.0.1:9", str(tmp_path / "live.token"))
+    assert not trust.is_token_allowed("http://127.0.0.1:8", str(tmp_path / "live.token"))
+    assert not trust.is_token_allowed("http://127.0.0.1:9", str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def match(
     if as_json:
         print(json.dumps(result.to_json() | {"players": [a, b]}), flush=True)
     else:
-        show_battle(result)
+        show_battle(replace(result, a={**result.a, "name": a}, b={**result.b, "name": b}))
     total = result.total
     if not total.games:
         raise typer.Exit(1)
@@ -144,13 +144,12 @@ def _choose_game(directory: Path, league: ResolvedExperiment | None) -> tuple[Ca
 
 def _contestant(directory: Path, player: Player, league: ResolvedExperiment | None) -> Contestant:
     """A player as a contestant of a battle. Raises UsageError."""
-    from ludus.protocol.spec import read_token
-    from ludus.sampling.league_policies import SCRIPT, load_script
+    from ludus.sampling.league_policies import SCRIPT, load_script, read_player_token
     from ludus.tournament.contestants import FunctionContestant, contestant
 
     model = _model_of(directory, player)
     if not model.startswith(SCRIPT):
-        return contestant(model, token=read_token(player.token_file or None))
+        return contestant(model, token=read_player_token(model, player.token_file))
     function = load_script(directory, model)
     if league is None:
         return FunctionContestant(model, function)
@@ -206,7 +205,8 @@ def add(
     from ludus.league.journal import read_state
     from ludus.league.players import Player, PlayerRole
     from ludus.league.runtime.code_files import store_code
-    from ludus.league.runtime.player_models import check_fixed_model, check_player_name, load_stored_model
+    from ludus.league.runtime.player_models import check_fixed_model, check_player_name
+    from ludus.league.runtime.stored_models import import_model
     from ludus.protocol.spec import read_token
     from ludus.sampling.league_policies import SCRIPT, ModelKind
 
@@ -216,21 +216,27 @@ def add(
         raise UsageError(f"{name!r} is not a name for a player: {error}.") from error
     if rating is not None and not math.isfinite(rating):
         raise UsageError(f"--rating {rating} is not a rating.", "Give a number, such as 1000.")
-    read_state(directory)  # raises if there is no league
+    if name in read_state(directory).players:
+        raise UsageError(f"There is a player {name!r} already.", "`ludus league status` lists the players.")
     trusts.allow(model)
     env, rules = _rules_of(directory)
     kind = check_fixed_model(model, directory, rules, env)
     if kind is ModelKind.SCRIPT:
         store_code(directory, [model.removeprefix(SCRIPT)])
     elif kind is ModelKind.STORED:
-        load_stored_model(model)
-        model = _absolute(model)
+        model = import_model(directory, name, model)
     if token_file is not None and kind is not ModelKind.SERVED:
         raise UsageError(f"{model} needs no token.", "Leave --token-file out; it is for http://HOST:PORT.")
     token = "" if token_file is None else str(token_file.expanduser().absolute())
     read_token(token or None)  # raises if it cannot be read
+    if token:
+        trusts.allow_token(model, token)
     event = PlayerAdded(Player(name, PlayerRole.FIXED, model, rating=rating, token_file=token))
     _submit(directory, [event], f"{name} is a player of the league")
+    if token:
+        say(
+            "the token is sent by `ludus league run --trust`, or if the file of the league names this address with this token_file"
+        )
 
 
 def _rules_of(directory: Path) -> tuple[str, list[str] | None]:
@@ -241,14 +247,6 @@ def _rules_of(directory: Path) -> tuple[str, list[str] | None]:
         return "", None
     config = read_league(directory / LEAGUE_FILE)
     return config.env, find_rules(config)
-
-
-def _absolute(model: str) -> str:
-    """A run, RUN@VERSION or a checkpoint, for a coordinator with another working directory."""
-    if "://" in model:
-        return model
-    path, at, version = model.rpartition("@")
-    return str(Path(model).absolute()) if not at or Path(model).exists() else f"{Path(path).absolute()}@{version}"
 
 
 def retire(

@@ -29,7 +29,11 @@ def run(
     ] = None,
     trust_all: Annotated[
         bool,
-        typer.Option("--trust", help="Import the scripts of players that `ludus league add` has added, wherever they are."),
+        typer.Option(
+            "--trust",
+            help="Import all scripts of players, also those of `ludus league add` and the copies in the directory of the league; send "
+            "the tokens that `ludus league add` has named.",
+        ),
     ] = False,
     quiet: Quiet = False,
     json_: Json = False,
@@ -39,7 +43,7 @@ def run(
     from ludus.core import trust
     from ludus.core.plugins import add_import_directory
     from ludus.league.runtime.coordinator import run_league
-    from ludus.league.runtime.league_file import check_players, external_ports, locate_problems, read_league
+    from ludus.league.runtime.league_file import allow_tokens, check_players, external_ports, locate_problems, read_league
     from ludus.league.runtime.schedule import NO_PLAYER
     from ludus.models.custom.loader import add_search_directory
 
@@ -47,6 +51,7 @@ def run(
     config = read_league(file)
     league = directory or Path("leagues") / config.name
     trust.allow(config.model_dump())
+    allow_tokens(config)
     if trust_all:
         trust.allow_everything()
     add_search_directory(file.parent)
@@ -82,7 +87,11 @@ def learner(
         ),
     ] = 600.0,
     trust_all: Annotated[
-        bool, typer.Option("--trust", help="Import all code that the league names, also the copies in its directory.")
+        bool,
+        typer.Option(
+            "--trust",
+            help="Import all code that the league names, also the copies in its directory; send the tokens that it names.",
+        ),
     ] = False,
     quiet: Quiet = False,
     json_: Json = False,
@@ -90,7 +99,7 @@ def learner(
     """Train one player of a league in this process, on any machine that shares the directory; Ctrl-C saves a checkpoint and stops."""
     from ludus.core import trust
     from ludus.league.runtime.league_file import LEAGUE_FILE
-    from ludus.league.runtime.learner import PlayerDisplay, check_scripts, train_player
+    from ludus.league.runtime.learner import PlayerDisplay, check_opponents, train_player
 
     if not (directory / LEAGUE_FILE).is_file():
         raise UsageError(f"{directory} is not the directory of a league.", "Start it first: ludus league run -f FILE --dir DIR.")
@@ -98,9 +107,9 @@ def learner(
     trust.note_run(directory)
     if trust_all:
         trust.allow_everything()
-    check_scripts(directory)
+    check_opponents(directory)
     printer(f"training {player} of the league in {directory}")
-    with PlayerDisplay(quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
+    with PlayerDisplay(steps, quiet=quiet, stream=sys.stderr if json_ else sys.stdout) as display:
         result = train_player(
             directory.absolute(),
             player,
@@ -109,7 +118,7 @@ def learner(
             announce=printer,
             wait_s=wait,
             take_over_s=wait,
-            follow_resets=True,
+            follow_orders=True,
         )
     if result is None:
         return

@@ -14,9 +14,16 @@ from ludus.envs.opponents.lineups import Lineups
 from ludus.envs.vector_env import vector_maker
 from ludus.errors import MissingExtra
 from ludus.league.runtime.pair_task import ModelUnusable, PairTask, load_players, play_battle
-from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import ADDRESS, RULE, GiveUp, PolicySpaces, load_league_policies, load_league_policy
+from ludus.sampling.league_policies import (
+    ADDRESS,
+    RULE,
+    GiveUp,
+    PolicySpaces,
+    load_league_policies,
+    load_league_policy,
+    read_player_token,
+)
 from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant
 from ludus.tournament.settings import BattleSettings, Heroes
 
@@ -80,7 +87,7 @@ class ArenaPairs:
             load_league_policies(
                 self._league, model, self._like, give_up, token_file=token_file
             ).close()  # raises if it does not fit
-            return ServedContestant(model, read_token(token_file or None))
+            return ServedContestant(model, read_player_token(model, token_file))
         if model.startswith(RULE) and model.removeprefix(RULE) in self._scripts:
             return ScriptedContestant(model.removeprefix(RULE))
 

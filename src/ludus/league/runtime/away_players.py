@@ -12,7 +12,7 @@ from ludus.core.backoff import Backoff
 from ludus.errors import LudusError
 from ludus.league.players import Player
 from ludus.protocol.client import Client
-from ludus.protocol.spec import read_token
+from ludus.sampling.league_policies import read_player_token
 
 _FIRST_S: Final = 2.0
 _MAX_S: Final = 60.0
@@ -25,7 +25,7 @@ _THREADS: Final = 4
 def answers(player: Player) -> bool:
     """Whether the server of a player answers now. Blocks for up to five seconds."""
     try:
-        with Client(player.model, read_token(player.token_file or None), _TIMEOUT_S, 0) as client:
+        with Client(player.model, read_player_token(player.model, player.token_file), _TIMEOUT_S, 0) as client:
             client.spec()
     except LudusError:
         return False

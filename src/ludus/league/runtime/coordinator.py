@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -42,8 +42,8 @@ from ludus.experiments.runs.run_dir import holds_run
 from ludus.game_theory.meta_solvers import find_meta_solver
 from ludus.io.atomic_file import TEMPORARY, replace_file
 from ludus.league.events import LeagueEvent, PlayerAdded, PlayerQuarantined, PlayerRetired, PlayerTrained
-from ludus.league.journal import LeagueJournal
-from ludus.league.matchmaking import PSRO, opponent_probabilities
+from ludus.league.journal import LeagueJournal, holds_league
+from ludus.league.matchmaking import PSRO
 from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime import schedule
 from ludus.league.runtime.away_players import AwayPlayers
@@ -113,11 +113,14 @@ def run_league(
     """
     if config.matchmaking.scheme == PSRO:
         find_meta_solver(config.matchmaking.meta_solver)(np.zeros((1, 1)))  # fails now if its library is not installed
-    journal = LeagueJournal(league, config.settings())
+    settings = config.settings()
+    journal = LeagueJournal(league, None if holds_league(league) else settings)
     try:
         _sweep(league / PLAYERS)
         check_runs(journal, config)
-        add_players(journal, config, say)
+        models = prepare_players(journal, config)
+        journal.change_settings(settings)  # now that the file fits
+        add_players(journal, config, models, say)
         bundles = {name: code_bundle_of(one) for name, one in resolved.items()}
         names = [name for one in resolved.values() for name in code_names(one)]
         scripts = [player.model.removeprefix(SCRIPT) for player in config.players.values() if player.model is not None]
@@ -284,22 +287,21 @@ class Coordinator:
     def _publish(self, stop: str = "") -> None:
         for name in self._config.learners():
             player = self._state.players[name]
-            reason = stop or ("it is retired" if player.retired else player.quarantine)
-            matchmaking = Matchmaking(name, player.generation, self._opponents(player), reason)
+            opponents, due = self._opponents(player), schedule.snapshot_due_at(self._state, player)
+            due_at = None if due is None else due - player.generation_steps
+            matchmaking = Matchmaking(name, player.generation, opponents, stop or _stop_reason(player, opponents), due_at)
             if self._published.get(name) != matchmaking:
                 write_matchmaking(self._league, matchmaking)
                 self._published[name] = matchmaking
 
     def _opponents(self, player: Player) -> tuple[LeagueOpponent, ...]:
-        """Opponents that have a model; the player itself needs none."""
         if not player.available:
             return ()
-        found = opponent_probabilities(self._state.view(), player, self._state.settings.matchmaking)
+        found = schedule.playable_opponents(self._state, player)
         players = {name: self._state.players[name] for name in found}
         return tuple(
             LeagueOpponent(name, "" if name == player.name else one.model, float(found[name]), one.token_file, one.generation)
             for name, one in players.items()
-            if one.model or name == player.name
         )
 
     # -- tasks
@@ -316,8 +318,12 @@ class Coordinator:
                 return
             if is_claimed(self._league, name):
                 continue
+            planned = {task.name: task.end_steps for task in workers.tasks.values() if task.name != EVALUATION}
+            steps = schedule.turn_steps(self._state, config, name, planned)
+            if not steps:
+                return
             self._publish()
-            workers.start_turn(name, schedule.turn_steps(self._state, config, name))
+            workers.start_turn(name, steps, self._state.players[name].steps + steps)
             free -= 1
 
     def _start_evaluation(self) -> bool:
@@ -418,8 +424,18 @@ class Coordinator:
             time.sleep(_POLL_S)
 
 
-def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
-    """Bring the players of the league's file into its state. Raises ConfigErrors, before anything has changed."""
+def _stop_reason(player: Player, opponents: Sequence[LeagueOpponent]) -> str:
+    """Why a player does not train now; empty: it does."""
+    if player.retired:
+        return "it is retired"
+    return player.quarantine or ("" if opponents else "its opponents have no model yet")
+
+
+def prepare_players(journal: LeagueJournal, config: LeagueConfig) -> dict[str, str]:
+    """Check the players of the league's file, and copy the models of new ones. Returns the names of these in the league.
+
+    Changes nothing in the state of the league. Raises ConfigErrors.
+    """
     known = journal.state.players
     problems = [
         ConfigProblem(
@@ -432,13 +448,20 @@ def add_players(journal: LeagueJournal, config: LeagueConfig, say: Say) -> None:
     ]
     if problems:
         raise ConfigErrors(problems, "Give the player another name, or the league another directory.")
-    models = _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
+    return _import_models(journal.directory, {name: one for name, one in config.players.items() if name not in known})
+
+
+def add_players(journal: LeagueJournal, config: LeagueConfig, models: Mapping[str, str], say: Say) -> None:
+    """Bring the players of the league's file into its state. `models`: from `prepare_players`."""
+    known, level = journal.state.players, schedule.lowest_level(journal.state, config.shares())
     for name, section in config.players.items():
         if name not in known:
-            role, token_file = PlayerRole(section.role), _token_file(section)
-            journal.apply(PlayerAdded(Player(name, role, models[name], rating=section.rating, token_file=token_file)))
+            role, token_file = PlayerRole(section.role), section.token_path
+            start = level if role.learns else 0.0
+            player = Player(name, role, models[name], rating=section.rating, token_file=token_file, start_level=start)
+            journal.apply(PlayerAdded(player))
         elif _is_moved(known[name], section):
-            journal.apply(PlayerTrained(name, known[name].steps, section.model or "", _token_file(section)))
+            journal.apply(PlayerTrained(name, known[name].steps, section.model or "", section.token_path))
         elif known[name].retired:
             say(f"{name} is in the file of the league, but stays retired; to train it again, give it another name")
     for player in journal.state.players.values():
@@ -469,11 +492,7 @@ def _is_ready(model: str) -> bool:
 def _is_moved(player: Player, section: PlayerSection) -> bool:
     """Whether the file of the league has another address for a served player, or another file with its token."""
     served = player.model.startswith(ADDRESS) and (section.model or "").startswith(ADDRESS)
-    return served and (player.model, player.token_file) != (section.model, _token_file(section))
-
-
-def _token_file(section: PlayerSection) -> str:
-    return "" if section.token_file is None else str(Path(section.token_file).expanduser().absolute())
+    return served and (player.model, player.token_file) != (section.model, section.token_path)
 
 
 def _import_models(league: Path, players: Mapping[str, PlayerSection]) -> dict[str, str]:

@@ -15,9 +15,16 @@ from ludus.league.runtime.arena_evaluation import draw_lineups
 from ludus.league.runtime.pair_task import PairTask, load_players, play_battle
 from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.protocol.gamecore_client import GamecoreClient
-from ludus.protocol.spec import read_token
 from ludus.sampling.league_files import ResultSpool
-from ludus.sampling.league_policies import RANDOM_RULE, GiveUp, PolicySpaces, load_league_policies, random_policy, script_name
+from ludus.sampling.league_policies import (
+    RANDOM_RULE,
+    GiveUp,
+    PolicySpaces,
+    load_league_policies,
+    random_policy,
+    read_player_token,
+    script_name,
+)
 from ludus.tournament.contestants import Contestant, ScriptedContestant, ServedContestant, TrainedContestant
 from ludus.tournament.gamecore_matches import GameLocation
 from ludus.tournament.settings import BattleSettings
@@ -61,7 +68,7 @@ class GamecorePlayers:
         loaded = load_league_policies(self._league, model, self._like, give_up, token_file=token_file)
         if loaded.served is not None:
             loaded.close()  # games ask the server themselves
-            return ServedContestant(model, read_token(token_file or None))
+            return ServedContestant(model, read_player_token(model, token_file))
         return self._trained(model, loaded.by_agent[""])
 
     def _trained(self, model: str, policy: ActingPolicy) -> Contestant:

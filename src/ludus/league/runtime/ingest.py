@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from ludus.league.events import PlayerQuarantined, ResultsReported, SourceClosed
+from ludus.league.events import PlayerQuarantined, ReportIgnored, ResultsReported, SourceClosed
 from ludus.league.journal import LeagueJournal
 from ludus.league.players import Player
 from ludus.league.spool import apply_spool
@@ -69,7 +69,7 @@ class ResultIngest:
             return counted
         if reader.offset != before or reader.path.name not in self._read_at:
             self._read_at[reader.path.name] = now
-        elif now - self._read_at[reader.path.name] >= _QUIET_S and reader.is_abandoned():
+        elif now - self._read_at[reader.path.name] >= _QUIET_S and reader.is_finished():
             self._remove(reader)
         return counted
 
@@ -82,7 +82,7 @@ class ResultIngest:
 
     def _count(self, source: str, report: SpoolReport) -> bool:
         if isinstance(report, UnusableModel):
-            self._quarantine(report)
+            self._quarantine(source, report)
             return True
         refused = self._journal.apply(_event_of(source, report))
         if refused is not None and not refused.repeated:
@@ -90,13 +90,18 @@ class ResultIngest:
             log.warning("a report of %s is not counted: %s", source, refused.reason)
         return refused is None
 
-    def _quarantine(self, report: UnusableModel) -> None:
-        """Quarantine a player whose model cannot be used and has not changed since. Training players get a new model with their turn."""
+    def _quarantine(self, source: str, report: UnusableModel) -> None:
+        """Quarantine a player whose model cannot be used and has not changed since. Training players get a new model with their turn.
+
+        The journal knows reports that were read before, so that a restarted coordinator does not repeat a quarantine that it has ended.
+        """
         player = self._journal.state.players.get(report.player)
         if player is None or player.model != report.model or player.role.learns or not player.available:
+            self._journal.apply(ReportIgnored(source, report.number))
+            return
+        if self._journal.apply(PlayerQuarantined(player.name, report.reason, source, report.number)) is not None:
             return
         log.warning("the player %s is quarantined: %s", player.name, report.reason)
-        self._journal.apply(PlayerQuarantined(player.name, report.reason))
         if report.temporary:
             self._on_away(player, report.reason)
 

@@ -90,6 +90,11 @@ class PlayerSection(ConfigSection):
         description="Fixed rating of a player to which the others are compared (Elo); null = rated by its results.",
     )
 
+    @property
+    def token_path(self) -> str:
+        """The token file as the league stores it; empty: none."""
+        return "" if self.token_file is None else str(Path(self.token_file).expanduser().absolute())
+
     @model_validator(mode="after")
     def _check_role(self) -> PlayerSection:
         if self.role == "fixed" and self.model is None:
@@ -280,6 +285,13 @@ def read_league(path: Path) -> LeagueConfig:
         raise locate_problems(error, path, text) from error
 
 
+def allow_tokens(config: LeagueConfig) -> None:
+    """Let the tokens that the user names in the file of a league be sent to their addresses."""
+    for player in config.players.values():
+        if player.model is not None and player.token_path:
+            trust.allow_token(player.model, player.token_path)
+
+
 def read_stored_league(league: Path) -> LeagueConfig:
     """Read the file in the directory of a league, which is stored data, and make the code that it names importable.
 
@@ -288,9 +300,9 @@ def read_stored_league(league: Path) -> LeagueConfig:
     config = read_league(league / LEAGUE_FILE)
     if trust.is_allowed(trust.EVERYTHING):
         import_copies(league)
-    for kind, name in {"environment": config.env, "algorithm": config.run}.items():
+    for name in (config.env, config.run):
         if ":" in name:
-            make_importable(league, name, kind)
+            make_importable(league, name)
     return config
 
 

@@ -13,8 +13,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from ludus.config.schema import StopConfig
 from ludus.core.metrics import Numbers, Sink
@@ -31,7 +32,7 @@ from ludus.league.runtime.league_file import LeagueConfig, player_experiment, re
 from ludus.league.runtime.stored_models import find_newest, run_directory
 from ludus.process.signals import stop_on_signals
 from ludus.sampling.league_files import Matchmaking, MatchmakingWatch
-from ludus.sampling.league_policies import SCRIPT, load_script
+from ludus.sampling.league_policies import ADDRESS, SCRIPT, load_script, read_player_token
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +42,19 @@ _POLL_S: Final = 1.0
 _FIRST_POLL_S: Final = 0.1
 _ENDLESS_STEPS: Final = 10**12
 """Stop condition of a player that trains until its league stops: a run without any would end after a default number of steps."""
+_SNAPSHOT_S: Final = 15.0
+"""Time that a running coordinator may take for a snapshot that is due."""
 _PROBE_S: Final = 0.5
 """Time to wait for a lock in any case: `is_claimed` of another process holds it for a moment."""
 
 
-def check_scripts(league: Path) -> None:
-    """Import the scripts of all players: opponents that only this machine cannot import must not be quarantined. Raises UsageError."""
+def check_opponents(league: Path) -> None:
+    """Import all scripts and read all tokens: opponents that only this process cannot use must not be quarantined. Raises UsageError."""
     for player in read_state(league).players.values():
         if player.available and player.model.startswith(SCRIPT):
             load_script(league, player.model)
+        elif player.available and player.model.startswith(ADDRESS):
+            read_player_token(player.model, player.token_file)
 
 
 def train_player(
@@ -61,12 +66,12 @@ def train_player(
     announce: Announce | None = None,
     wait_s: float = 60.0,
     take_over_s: float = 0.0,
-    follow_resets: bool = False,
+    follow_orders: bool = False,
 ) -> Result | None:
     """Train a player of the league in this process until `steps` more environment steps, or until the coordinator ends it.
 
-    Continues the player's run from its newest checkpoint. After a reset a new run begins: here with `follow_resets`, else with the next
-    call. Waits up to `wait_s` for a coordinator that has not published opponents yet, and up to `take_over_s` for another process
+    Continues the player's run from its newest checkpoint. The run ends when a snapshot of the player is due, so that there is a
+    checkpoint of that step, and when the player is reset. With `follow_orders` the training then continues here. Waits up to `wait_s` for a coordinator that has not published opponents yet, and up to `take_over_s` for another process
     that trains the player. Returns None if the coordinator has stopped the player before. Raises Fenced if another process trains it.
     """
     config = read_stored_league(league)
@@ -82,12 +87,30 @@ def train_player(
                     announce(f"{player} does not train: {orders.stop}")
                 return result
             trained = _trained_steps(league, orders)
-            ended = _StopOnOrders(watch, orders.generation)
-            result = _train(league, config, orders, steps, [*sinks, ended], announce)
+            ended = _StopOnOrders(watch, orders, trained)
+            result = _train(league, config, orders, _turn_end(orders, trained, steps), [*sinks, ended], announce)
+            before, trained = trained, _trained_steps(league, orders)
             if steps is not None:
-                steps -= _trained_steps(league, orders) - trained
-            if not (follow_resets and ended.is_reset) or ended.is_stopped or (steps is not None and steps <= 0):
+                steps -= trained - before
+            goes_on = ended.is_reset or ended.is_outdated or _is_snapshot_due(orders, before, trained)
+            interrupted = result.stopped_by.startswith("interrupted")
+            if not (follow_orders and goes_on) or interrupted or ended.is_stopped or (steps is not None and steps <= 0):
                 return result
+            if signal := _await_snapshot(watch, orders):
+                return replace(result, stopped_by=f"interrupted ({signal})")
+            wait_s = 0.0  # the coordinator has published opponents; if it has stopped the player now, the training ends
+
+
+def _turn_end(orders: Matchmaking, trained: int, steps: int | None) -> int:
+    """Steps of the run at which it ends: after `steps` more, or when a snapshot is due, unless that could not be taken so far."""
+    end = _ENDLESS_STEPS if steps is None else trained + steps
+    due = orders.snapshot_due_at
+    return end if due is None or due <= trained else min(end, due)
+
+
+def _is_snapshot_due(orders: Matchmaking, before: int, trained: int) -> bool:
+    """Whether the training from `before` to `trained` has reached the step of a snapshot."""
+    return orders.snapshot_due_at is not None and before < orders.snapshot_due_at <= trained
 
 
 def _trained_steps(league: Path, orders: Matchmaking) -> int:
@@ -99,13 +122,13 @@ def _train(
     league: Path,
     config: LeagueConfig,
     orders: Matchmaking,
-    steps: int | None,
+    end: int,
     sinks: Sequence[Sink],
     announce: Announce | None,
 ) -> Result:
     player, directory = orders.player, run_directory(league, orders.player, orders.generation)
     experiment = player_experiment(config, player, league, orders.generation)
-    experiment["stop"] = {"timesteps": _ENDLESS_STEPS if steps is None else _trained_steps(league, orders) + steps}
+    experiment["stop"] = {"timesteps": end}
     initial = config.players[player].model
     if not holds_run(directory):
         return runner.train(experiment, place=directory, restore=initial, sinks=sinks, announce=announce)
@@ -135,24 +158,54 @@ def _await_matchmaking(watch: MatchmakingWatch, league: Path, player: str, wait_
             time.sleep(_FIRST_POLL_S)
 
 
+def _await_snapshot(watch: MatchmakingWatch, orders: Matchmaking) -> str:
+    """Wait until the coordinator has taken the snapshot and has reset the player, if it does: with this player's old weights no more
+    results are wanted. Ends after a few seconds without a coordinator. Returns the name of a signal that has arrived.
+    """
+    deadline = time.monotonic() + _SNAPSHOT_S
+    with stop_on_signals() as stop:
+        while not stop() and time.monotonic() < deadline:
+            watch.update()
+            now = watch.current
+            if now is None or now.stop or (now.generation, now.snapshot_due_at) != (orders.generation, orders.snapshot_due_at):
+                return ""
+            time.sleep(_FIRST_POLL_S)
+        return stop.name or ""
+
+
 class PlayerDisplay(TrainingDisplay):
-    """Progress of a player that trains until its league stops."""
+    """Progress of a player, whose run ends with every snapshot and is continued."""
+
+    def __init__(self, steps: int | None, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        """`steps`: after which the training ends; None: when its league stops."""
+        super().__init__(quiet=quiet, stream=stream)
+        self._is_endless = steps is None
 
     def begin(self, stop: StopConfig) -> None:
-        super().begin(stop if stop.timesteps != _ENDLESS_STEPS else StopConfig())
+        super().begin(StopConfig() if self._is_endless else stop)
 
 
 class _StopOnOrders:
-    """A sink that ends the run when the coordinator has stopped or reset the player."""
+    """A sink that ends the run when the coordinator has stopped or reset the player, or has taken a snapshot that was overdue."""
 
-    def __init__(self, watch: MatchmakingWatch, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._watch, self._generation, self._clock = watch, generation, clock
+    def __init__(
+        self, watch: MatchmakingWatch, orders: Matchmaking, trained: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`trained`: steps of the run at its start."""
+        self._watch, self._orders, self._clock = watch, orders, clock
+        self._is_overdue = orders.snapshot_due_at is not None and orders.snapshot_due_at <= trained
         self._poll_at = clock() + _POLL_S
 
     @property
     def is_reset(self) -> bool:
         current = self._watch.current
-        return current is not None and current.generation != self._generation
+        return current is not None and current.generation != self._orders.generation
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the run, which began without an end, has to end with the next snapshot."""
+        current = self._watch.current
+        return self._is_overdue and current is not None and current.snapshot_due_at != self._orders.snapshot_due_at
 
     @property
     def is_stopped(self) -> bool:
@@ -164,7 +217,9 @@ class _StopOnOrders:
             self._watch.update()
         if self._watch.current is not None and self.is_stopped:
             return self._watch.current.stop
-        return "the player starts again from its initial weights" if self.is_reset else None
+        if self.is_reset:
+            return "the player starts again from its initial weights"
+        return "its snapshot was taken" if self.is_outdated else None
 
     def stops_in_order(self) -> bool:
         return True

@@ -9,14 +9,19 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ludus.core.plugins import did_you_mean
-from ludus.errors import UnknownName, UsageError
+from ludus.errors import NotFound, UnknownName, UsageError
 from ludus.models.policy import Policy
-from ludus.sampling.league_policies import RANDOM_RULE, SCRIPT, ModelKind, kind_of_model, load_script, script_name
+from ludus.sampling.league_policies import RANDOM_RULE, RULE, SCRIPT, ModelKind, kind_of_model, load_script, script_name
 from ludus.tournament.contestants import TrainedContestant, contestant
 
 EVALUATION: Final = "evaluation"
 """Name of the process that compares players; no player can have it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w+-]*")
+
+
+_MODELS: Final = (
+    f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function, http://HOST:PORT."
+)
 
 
 def check_player_name(name: str) -> str:
@@ -41,6 +46,8 @@ def check_fixed_model(model: str, league: Path, rules: Collection[str] | None, e
         load_script(league, model)
     if kind is ModelKind.SERVED:
         check_address(model)
+    if kind is ModelKind.STORED and model in (rules or ()) and not Path(model).exists():
+        raise UsageError(f"There is no run or checkpoint at {model}.", f"Did you mean '{RULE}{model}'?")
     return kind
 
 
@@ -52,10 +59,12 @@ def check_address(address: str) -> None:
 
 def load_stored_model(model: str) -> tuple[TrainedContestant, Policy]:
     """Load a run, RUN/best, RUN@VERSION or a checkpoint. Raises UsageError, NotFound, Damaged, IncompatibleCheckpoint."""
-    found = contestant(model)
+    try:
+        found = contestant(model)
+    except UsageError as error:
+        if isinstance(error.__cause__, NotFound) and "/" not in model:  # its hint names the players of the Arena
+            raise UsageError(error.message, _MODELS) from error
+        raise
     if not isinstance(found, TrainedContestant) or not isinstance(found.policy, Policy):
-        raise UsageError(
-            f"{model} cannot play in training: its policy is not in a checkpoint.",
-            f"Name a run, RUN/best, RUN@VERSION or a checkpoint; or {RANDOM_RULE}, {SCRIPT}module:function, http://HOST:PORT.",
-        )
+        raise UsageError(f"{model} cannot play in training: its policy is not in a checkpoint.", _MODELS)
     return found, found.policy

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Final
 
-from ludus.league.matchmaking import population
-from ludus.league.players import PlayerRole
+from ludus.league.matchmaking import opponent_probabilities, population
+from ludus.league.players import Player, PlayerRole
 from ludus.league.runtime.league_file import LeagueConfig, LeagueStopSection
 from ludus.league.state import LeagueState
 from ludus.sampling.league_policies import is_game_script
@@ -21,22 +21,72 @@ def order_learners(state: LeagueState, shares: Mapping[str, float], busy: Collec
 
     `shares`: of all players that may train here.
     """
-    waiting = [state.players[name] for name in shares if name in state.players and name not in busy]
-    ready = [one for one in waiting if one.role.learns and one.available]
-    return [one.name for one in sorted(ready, key=lambda one: one.steps / shares[one.name])]
+    ready = [one for one in _learners(state, shares) if one.name not in busy and playable_opponents(state, one)]
+    return [one.name for one in sorted(ready, key=lambda one: _level(one, shares))]
 
 
-def turn_steps(state: LeagueState, config: LeagueConfig, name: str) -> int:
-    """Steps of a player's next turn. A turn ends early if the player reaches the `max_steps` of its snapshot rule, or the league its stop."""
+def lowest_level(state: LeagueState, shares: Mapping[str, float]) -> float:
+    """Where a player that joins now begins in the order of turns: beside the player that has the next turn."""
+    return min((_level(one, shares) for one in _learners(state, shares)), default=0.0)
+
+
+def _learners(state: LeagueState, shares: Mapping[str, float]) -> list[Player]:
+    known = [state.players[name] for name in shares if name in state.players]
+    return [one for one in known if one.role.learns and one.available]
+
+
+def _level(player: Player, shares: Mapping[str, float]) -> float:
+    return player.start_level + player.steps / shares[player.name]
+
+
+def playable_opponents(state: LeagueState, player: Player) -> dict[str, float]:
+    """The probabilities of the opponents that can play now. Empty: the player has to wait until another one has a model.
+
+    A training player without a model has just been added, or reset: its newest snapshot plays instead. If no opponent can play, and
+    none of them can train before this player, it meets itself.
+    """
+    chosen = opponent_probabilities(state.view(), player, state.settings.matchmaking)
+    playable: dict[str, float] = {}
+    for name, probability in chosen.items():
+        substitute = name if name == player.name or state.players[name].model else _newest_snapshot(state, name)
+        if substitute is not None:
+            playable[substitute] = playable.get(substitute, 0.0) + probability
+    if playable or any(_can_train_first(state, state.players[name]) for name in chosen):
+        return playable
+    return {player.name: 1.0}
+
+
+def _newest_snapshot(state: LeagueState, parent: str) -> str | None:
+    taken = [one.name for one in state.players.values() if one.parent == parent and one.available and one.model]
+    return taken[-1] if taken else None
+
+
+def _can_train_first(state: LeagueState, player: Player) -> bool:
+    """Whether a player without a model has an opponent; itself, for example."""
+    chosen = opponent_probabilities(state.view(), player, state.settings.matchmaking)
+    return any(name == player.name or state.players[name].model for name in chosen)
+
+
+def turn_steps(state: LeagueState, config: LeagueConfig, name: str, planned: Mapping[str, int]) -> int:
+    """Steps of a player's next turn; 0: the running turns reach the end of the league.
+
+    A turn ends early if the player reaches the `max_steps` of its snapshot rule, or the league its stop. `planned`: steps that the players
+    with a running turn will have at its end.
+    """
     player, steps = state.players[name], config.turn_steps
-    rule = state.settings.snapshots.get(player.role)
-    if rule is not None:
-        until_snapshot = player.snapshot_steps + rule.max_steps - player.steps
-        if until_snapshot > 0:  # else the snapshot is due, but could not be stored
-            steps = min(steps, until_snapshot)
+    due = snapshot_due_at(state, player)
+    if due is not None and due > player.steps:  # else the snapshot could not be stored
+        steps = min(steps, due - player.steps)
     if config.stop.timesteps is not None:
-        steps = min(steps, max(1, config.stop.timesteps - total_steps(state)))
+        granted = sum(max(0, end - state.players[other].steps) for other, end in planned.items())
+        steps = min(steps, max(0, config.stop.timesteps - total_steps(state) - granted))
     return steps
+
+
+def snapshot_due_at(state: LeagueState, player: Player) -> int | None:
+    """Steps of a training player at which its next snapshot is taken in any case; None: it has no rule."""
+    rule = state.settings.snapshots.get(player.role)
+    return None if rule is None else player.snapshot_steps + rule.max_steps
 
 
 def total_steps(state: LeagueState) -> int:

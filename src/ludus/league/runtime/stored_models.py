@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.types import DEFAULT_MODEL
-from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound
+from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UsageError
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import CONFIG, META
 from ludus.io.atomic_file import sync_directory, temporary_path
+from ludus.league.players import name_problem
 from ludus.league.runtime.league_file import PLAYERS
 from ludus.league.runtime.player_models import load_stored_model
 from ludus.models.policy import Weights
@@ -41,8 +42,15 @@ class StoredModel:
     version: int
 
 
+def player_directory(league: Path, player: str) -> Path:
+    """Raises UsageError for a name that would lead out of the directory of the players."""
+    if problem := name_problem(player):
+        raise UsageError(problem)
+    return league / PLAYERS / player
+
+
 def run_directory(league: Path, player: str, generation: int) -> Path:
-    return league / PLAYERS / player / f"g{generation}"
+    return player_directory(league, player) / f"g{generation}"
 
 
 def model_name(league: Path, stored: StoredModel) -> str:
@@ -105,8 +113,8 @@ def _put_version(copy: LocalStore, model: str, version: int, description: Mappin
 
 @contextlib.contextmanager
 def _copy(league: Path, player: str) -> Iterator[LocalStore]:
-    """A directory that becomes that of the player when the block ends; an exception discards it."""
-    target = league / PLAYERS / player
+    """A directory that replaces that of the player when the block ends; an exception discards it. Raises UsageError."""
+    target = player_directory(league, player)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = temporary_path(target)
     try:

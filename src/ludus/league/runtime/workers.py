@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ def run_turn(context: Context, league: Path, player: str, steps: int, bundle: Co
     bundle.unpack()
     context.ready()
     try:
-        result = train_player(league, player, steps, sinks=[pipe])
+        result = train_player(league, player, steps)
     except LudusError as error:
         pipe.send(error=pack_error(error))
     except KeyboardInterrupt:  # stopped before there was anything to save
@@ -67,14 +67,13 @@ class LeagueTask:
     process: Process
     reader: LineReader
     fd: int
-    numbers: dict[str, float] = field(default_factory=dict)
-    """Newest report of the training."""
+    end_steps: int = 0
+    """Steps that the player will have at the end of its turn."""
     ended: str | None = None
     error: LudusError | None = None
 
     def read(self) -> None:
         for message in json_lines.decode_valid(self.reader.read_available()):
-            self.numbers = message.get("numbers", self.numbers)
             self.ended = message.get("ended", self.ended)
             if "error" in message:
                 self.error = unpack_error(message["error"])
@@ -105,8 +104,10 @@ class LeagueWorkers:
         for task in self.tasks.values():
             os.close(task.fd)
 
-    def start_turn(self, player: str, steps: int) -> None:
+    def start_turn(self, player: str, steps: int, end_steps: int) -> None:
+        """`end_steps`: steps that the player will have at the end of the turn."""
         self._start(player, run_turn, player, steps, self._bundles[player])
+        self.tasks[player].end_steps = end_steps
 
     def start_evaluation(self, tasks: Sequence[PairTask], seed: int) -> None:
         self._start(EVALUATION, run_evaluation, list(tasks), seed, next(iter(self._bundles.values())))
