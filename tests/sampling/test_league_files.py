@@ -98,9 +98,9 @@ def test_reports_and_matchmaking_of_earlier_releases_have_no_generation_of_the_o
 def test_the_coordinator_knows_whether_the_writer_lives(tmp_path: Path) -> None:
     spool = ResultSpool(tmp_path, "main")
     reader = SpoolReader(spool.path)
-    assert not reader.is_abandoned()
+    assert not reader.is_finished()
     spool.close()
-    assert reader.is_abandoned()
+    assert reader.is_finished()
 
 
 def test_an_incomplete_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
