@@ -103,7 +103,7 @@ def test_several_players_train_at_once(tmp_path: Path) -> None:
 
 
 def test_turns_at_the_same_time_end_at_the_stop_of_the_league(tmp_path: Path) -> None:
-    players = {"main": {}, "second": {}, "third": {}}
+    players: dict[str, Any] = {"main": {}, "second": {}, "third": {}}
     state = run(
         tmp_path, league(tmp_path, players=players, parallel=3, turn_steps=192, snapshots={}, stop={"timesteps": 384})
     ).state
