@@ -161,25 +161,26 @@ def test_a_player_whose_model_cannot_be_loaded_is_excluded_unless_it_has_another
 
 def test_a_quarantine_that_has_ended_is_not_repeated_by_reports_that_were_read_before(tmp_path: Path) -> None:
     """The sources of learners on other machines stay, and a restarted coordinator reads them from their beginning."""
+
+    def reason(journal: LeagueJournal) -> str:
+        return journal.state.players["old"].quarantine
+
     first, second = write(tmp_path), write(tmp_path)
     for spool in (first, second, first):
         spool.report_unusable("old", "players/old@1", "its file is damaged")
     journal = open_league(tmp_path)
     ResultIngest(journal).poll()
-    assert journal.state.players["old"].quarantine == "its file is damaged"
+    assert reason(journal) == "its file is damaged"
     journal.apply(PlayerQuarantined("old", ""))
     journal.close()
-
-    def quarantine() -> str:
-        return journal.state.players["old"].quarantine
 
     journal = open_league(tmp_path)
     reports = ResultIngest(journal)
     reports.poll()
-    assert not quarantine()
+    assert reason(journal) == ""
     second.report_unusable("old", "players/old@1", "it is still damaged")
     reports.poll()
-    assert quarantine() == "it is still damaged"
+    assert reason(journal) == "it is still damaged"
     journal.close()
 
 
