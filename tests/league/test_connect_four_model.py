@@ -1,4 +1,4 @@
-"""The network of the example league on Connect Four."""
+"""The network and the scripts of the example league on Connect Four."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.leagues import connect_four as scripts
 from ludus.envs.matches.connect_four import COLUMNS, ROWS, ConnectFourEnv
 from ludus.game_theory.connect_four import Position, winning_squares
 from ludus.league.runtime.league_file import check_players, read_league
@@ -44,6 +45,22 @@ def test_the_model_finds_the_winning_squares_that_bitboards_find() -> None:
             found += int(expected.sum())
             position = position.play(int(random.choice(position.legal_actions())))
     assert found > 100
+
+
+def test_the_scripts_read_the_board_of_the_environment_and_see_a_win() -> None:
+    env, random = ConnectFourEnv(1, egocentric_obs_tensor=True), np.random.default_rng(0)
+    for seed in range(20):
+        step, position, mover = env.reset(np.array([seed]), np.array([0])), Position(), 0
+        while not step.terminated.any():
+            observation = step.observation[0, mover].copy()
+            assert scripts.read_position(observation) == position
+            wins = [column for column in position.legal_actions() if position.play(column).lost]
+            if wins:
+                assert scripts.minimax_2(observation, None) in wins
+                assert scripts.minimax_3(observation, None) in wins
+            column = int(random.choice(position.legal_actions()))
+            position, mover = position.play(column), 1 - mover
+            step = env.step(np.full((1, 2), column), np.array([True]))
 
 
 def _plane(stones: int) -> torch.Tensor:
