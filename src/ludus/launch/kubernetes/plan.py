@@ -66,7 +66,7 @@ def plan_kubernetes(
 
 
 def secret_notices(secrets: Sequence[str], named: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return what the user should know about variables with credentials that nobody named. `secrets`: those of the job."""
+    """Return notices about variables of the shell that contain credentials and are not named in `secrets`."""
     unnamed = [variable for variable in KNOWN_SECRETS if environ.get(variable) and variable not in named]
     sent = ", ".join(variable for variable in unnamed if variable in secrets)
     kept = ", ".join(variable for variable in unnamed if variable not in secrets)

@@ -163,7 +163,7 @@ def _submitter_pod(role_pod: RolePod, job: Job, settings: KubernetesSettings, id
 
 
 def _operator_policy(identity: str, settings: KubernetesSettings) -> list[Manifest]:
-    """Return the policy by which the operator, in any namespace, reaches the dashboard of the head. Nobody else may: it runs commands."""
+    """Return the policy that opens the dashboard of the head to the operator, in any namespace, and to no other pod: it runs commands."""
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {objects.COMPONENT: "kuberay-operator"}}}
     ingress = {"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]}
     return objects.ingress_policy(identity, HEAD, "operator", ingress) if settings.network_policy else []
