@@ -80,6 +80,20 @@ def test_a_main_player_meets_snapshots_by_pfsp_and_itself_else() -> None:
     assert shares["strong"] == pytest.approx(0.5 * 0.36 / 0.37)
 
 
+def test_the_share_of_fixed_players_does_not_depend_on_the_number_of_snapshots() -> None:
+    hard, easy = Player("hard", PlayerRole.FIXED), Player("easy", PlayerRole.FIXED)
+    snapshots = [snapshot(f"main.{number}") for number in range(20)]
+    seen = view(MAIN, hard, easy, *snapshots, wins={("main", "hard"): 0.5, ("main", "easy"): 0.9})
+    settings = MatchmakingSettings(main_pfsp=0.0, main_verification=0.0, main_fixed=0.4)
+    found = opponent_probabilities(seen, MAIN, settings)
+    assert found == {"main": pytest.approx(0.6), "hard": pytest.approx(0.4 * 0.25 / 0.26), "easy": pytest.approx(0.4 * 0.01 / 0.26)}
+
+
+def test_without_fixed_players_their_share_goes_to_the_others() -> None:
+    settings = MatchmakingSettings(main_pfsp=0.0, main_verification=0.0, main_fixed=0.4)
+    assert opponent_probabilities(view(MAIN), MAIN, settings) == {"main": pytest.approx(1.0)}
+
+
 def test_verification_prefers_exploiters_that_win() -> None:
     exploiter = Player("exploiter", PlayerRole.MAIN_EXPLOITER)
     seen = view(MAIN, exploiter, snapshot("bug", exploiter), wins={("main", "bug"): 0.1})

@@ -51,6 +51,8 @@ class MatchmakingSettings:
     """Share of a main player's matches against all snapshots by PFSP."""
     main_verification: float = 0.15
     """Share against exploiter snapshots that beat it, and own snapshots that it no longer beats."""
+    main_fixed: float = 0.0
+    """Share against fixed players alone, by PFSP: as snapshots become many, a strong script would be met less and less."""
     too_hard: float = 0.3
     """Win rate against another main player below which a main player plays the snapshots of that one instead."""
     exploiter_too_hard: float = 0.1
@@ -143,9 +145,11 @@ def _league(view: MatchmakingView, player: Player, settings: MatchmakingSettings
 
 def _for_main(view: MatchmakingView, player: Player, settings: MatchmakingSettings) -> list[MatchmakingBranch]:
     branches = [MatchmakingBranch(settings.main_pfsp, _all_by_pfsp(view, player, settings))]
+    if fixed := _names(view, role=PlayerRole.FIXED):
+        branches.append(MatchmakingBranch(settings.main_fixed, _by_pfsp(view, player, fixed, settings.weighting)))
     mains = _names(view, role=PlayerRole.MAIN) or [player.name]
     verified = settings.main_verification / len(mains)
-    rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification) / len(mains)
+    rest = max(0.0, 1 - settings.main_pfsp - settings.main_verification - settings.main_fixed) / len(mains)
     for main in mains:
         against = _self_play_or_snapshots(view, player, main, settings.too_hard)
         verify = _verification(view, player, main, settings) or against

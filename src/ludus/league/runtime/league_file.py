@@ -134,6 +134,9 @@ class MatchmakingSection(ConfigSection):
         0.15,
         description="league: share against exploiter snapshots that beat it and own snapshots that it no longer beats.",
     )
+    main_fixed: Probability = Field(
+        0.0, description="league: share of a main player's matches against the fixed players alone, by PFSP."
+    )
     too_hard: Probability = Field(
         0.3, description="league: win rate against another main player below which its snapshots are played instead."
     )
@@ -146,10 +149,9 @@ class MatchmakingSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_shares(self) -> MatchmakingSection:
-        if self.main_pfsp + self.main_verification > 1:
-            raise ValueError(
-                f"main_pfsp and main_verification add up to {self.main_pfsp + self.main_verification:g}, more than 1"
-            )
+        shares = self.main_pfsp + self.main_verification + self.main_fixed
+        if shares > 1:
+            raise ValueError(f"main_pfsp, main_verification and main_fixed add up to {shares:g}, more than 1")
         return self
 
 
