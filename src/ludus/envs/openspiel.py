@@ -131,7 +131,8 @@ class OpenSpielMatch:
     late_rewards = 0
     metadata: Mapping[str, Any] = {}
 
-    def __init__(self, name: str, parameters: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, name: str, parameters: Mapping[str, Any] | None = None, render_mode: str | None = None) -> None:
+        """`render_mode` has no effect: OpenSpiel has no pictures of its games."""
         self.name = name
         try:
             given = json.dumps(dict(parameters or {}), sort_keys=True)

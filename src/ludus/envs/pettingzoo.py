@@ -25,7 +25,7 @@ import numpy as np
 
 from ludus.config.schema import PreprocessConfig
 from ludus.core import spaces
-from ludus.core.plugins import did_you_mean
+from ludus.core.plugins import did_you_mean, load_object
 from ludus.core.spaces import ACTION_MASK, MaskParser, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPENSPIEL = "openspiel"
-FAMILIES = ("mpe2", "pettingzoo", OPENSPIEL)
-"""First parts of the names of such environments."""
+_PETTINGZOO_FAMILIES = ("mpe2", "pettingzoo")
+_MATCH_FAMILIES = {"openspiel": "ludus.envs.openspiel:OpenSpielMatch"}
+"""Families with their own kind of match: name → function (name, env_config, render_mode) that makes it."""
+
+FAMILIES = (*_PETTINGZOO_FAMILIES, *_MATCH_FAMILIES)
+"""First parts of the names of environments with several agents."""
 
 _PETTINGZOO_PACKAGES = ("classic", "butterfly", "sisl", "atari")  # of PettingZoo's environments
 MAX_IDLE_STEPS = 10_000  # consecutive steps without an acting agent before an error is raised
@@ -211,8 +214,8 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
 
 def check_exists(name: str) -> None:
     """Raises UnknownName, MissingExtra."""
-    if name.startswith(f"{OPENSPIEL}/"):
-        make_match(name)
+    if name.partition("/")[0] in _MATCH_FAMILIES:
+        close_quietly(make_match(name))
     else:
         _load_factory(name)
 
@@ -244,16 +247,12 @@ def make_match(
 def _make_plain_match(
     name: str, env_config: Mapping[str, Any] | None, render_mode: str | None, wrappers: WrapperList, drop: Sequence[str]
 ) -> MultiAgentMatch:
-    if name.startswith(f"{OPENSPIEL}/"):
-        from ludus.envs.openspiel import OpenSpielMatch
-
-        if wrappers:
-            raise ConfigError(
-                f"config.wrappers are for Gymnasium and PettingZoo; {name} is a game of OpenSpiel.", "Leave them out."
-            )
-        if drop:
-            raise ConfigError(f"preprocess.drop: observations of {name} have no parts.", "Leave it out.")
-        return OpenSpielMatch(name, env_config)
+    if (family := name.partition("/")[0]) in _MATCH_FAMILIES:
+        for key, given in (("config.wrappers", wrappers), ("preprocess.drop", drop)):
+            if given:
+                raise ConfigError(f"{key} does not apply to {name}: it is for Gymnasium and PettingZoo.", "Leave it out.")
+        own: MultiAgentMatch = load_object(_MATCH_FAMILIES[family])(name, dict(env_config or {}), render_mode)
+        return own
     factory, config = _load_factory(name), dict(env_config or {})
     if makes_vector_matches(factory):
         from ludus.envs.matches.vector_multi_agent import SingleVectorMatch
@@ -322,7 +321,7 @@ def _build_vector_env(name: str, factory: Callable[..., Any], config: Mapping[st
 def _build_env(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: WrapperList = ()) -> Any:
     with construction_errors(name, "pettingzoo"):
         env = registry.call_factory(factory, config)
-        if name.partition("/")[0] in FAMILIES:
+        if name.partition("/")[0] in _PETTINGZOO_FAMILIES:
             from ludus.envs.matches.unchecked_pettingzoo import without_checks
 
             env = without_checks(env)
@@ -344,7 +343,7 @@ def match_of(env: Any, name: str, drop: Sequence[str] = ()) -> MultiAgentMatch:
 
 def _load_factory(name: str) -> Callable[..., Any]:
     family, _, rest = name.partition("/")
-    if family not in FAMILIES:
+    if family not in _PETTINGZOO_FAMILIES:
         found = registry.factory_of(name)
         if found is None:
             raise UnknownName(
