@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ludus.core.plugins import add_import_directory
 from ludus.league.players import PlayerRole
 from ludus.league.runtime.coordinator import run_league
 from ludus.league.runtime.league_file import check_players, read_league
@@ -70,6 +71,7 @@ def run_example(name: str, seed: int, changes: Sections | None = None, *, quiet:
         file, directory = Path(folder) / f"{name}.yaml", Path(folder) / "league"
         file.write_text(yaml.safe_dump(read_example(name, seed, changes)))
         add_search_directory(EXAMPLES)
+        add_import_directory(EXAMPLES)
         config = read_league(file)
         began = _cpu_s()
         say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))

@@ -26,5 +26,5 @@ def minimax_2(observation: npt.NDArray[Any], action_mask: Any) -> int:
     return MinimaxPlayer(2, _RANDOM).choose(read_position(observation))
 
 
-def minimax_3(observation: npt.NDArray[Any], action_mask: Any) -> int:
-    return MinimaxPlayer(3, _RANDOM).choose(read_position(observation))
+def minimax_4(observation: npt.NDArray[Any], action_mask: Any) -> int:
+    return MinimaxPlayer(4, _RANDOM).choose(read_position(observation))

@@ -20,8 +20,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples/leagues"
 
 
 @pytest.fixture(autouse=True)
-def _find_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def _find_model_and_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_MODEL_PATH", str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 def test_the_example_is_valid_and_its_model_can_be_trained(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_the_scripts_read_the_board_of_the_environment_and_see_a_win() -> None:
             wins = [column for column in position.legal_actions() if position.play(column).lost]
             if wins:
                 assert scripts.minimax_2(observation, None) in wins
-                assert scripts.minimax_3(observation, None) in wins
+                assert scripts.minimax_4(observation, None) in wins
             column = int(random.choice(position.legal_actions()))
             position, mover = position.play(column), 1 - mover
             step = env.step(np.full((1, 2), column), np.array([True]))

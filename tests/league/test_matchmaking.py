@@ -86,7 +86,11 @@ def test_the_share_of_fixed_players_does_not_depend_on_the_number_of_snapshots()
     seen = view(MAIN, hard, easy, *snapshots, wins={("main", "hard"): 0.5, ("main", "easy"): 0.9})
     settings = MatchmakingSettings(main_pfsp=0.0, main_verification=0.0, main_fixed=0.4)
     found = opponent_probabilities(seen, MAIN, settings)
-    assert found == {"main": pytest.approx(0.6), "hard": pytest.approx(0.4 * 0.25 / 0.26), "easy": pytest.approx(0.4 * 0.01 / 0.26)}
+    assert found == {
+        "main": pytest.approx(0.6),
+        "hard": pytest.approx(0.4 * 0.25 / 0.26),
+        "easy": pytest.approx(0.4 * 0.01 / 0.26),
+    }
 
 
 def test_without_fixed_players_their_share_goes_to_the_others() -> None:

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-COLUMNS, ROWS = 7, 6
-_HEIGHT = ROWS + 1
-_COLUMN = (1 << ROWS) - 1
-_BOTTOM = sum(1 << (_HEIGHT * column) for column in range(COLUMNS))
-_BOARD = _BOTTOM * _COLUMN
-_TOPS = tuple(1 << (_HEIGHT * column + ROWS - 1) for column in range(COLUMNS))
-_CENTRE_FIRST = (3, 2, 4, 1, 5, 0, 6)
-_WIN = 1_000_000
-_DIRECTIONS = (1, _HEIGHT - 1, _HEIGHT, _HEIGHT + 1)
+from ludus.game_theory.connect_four_search import BOARD, COLUMNS, HEIGHT, ROWS, WIN, has_four, play, search, winning_squares
+
+__all__ = ["COLUMNS", "ROWS", "MinimaxPlayer", "Position", "minimax_actions", "winning_squares"]
+
+_TOPS = tuple(1 << (HEIGHT * column + ROWS - 1) for column in range(COLUMNS))
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,7 @@ class Position:
         return [column for column in range(COLUMNS) if self.can_play(column)]
 
     def play(self, column: int) -> Position:
-        stone = self.occupied + (1 << (_HEIGHT * column)) & (_COLUMN << (_HEIGHT * column))
-        return Position(self.own ^ self.occupied, self.occupied | stone)
+        return Position(self.own ^ self.occupied, play(self.occupied, column))
 
     @property
     def lost(self) -> bool:
@@ -45,7 +40,7 @@ class Position:
 
     @property
     def full(self) -> bool:
-        return self.occupied == _BOARD
+        return self.occupied == BOARD
 
     @classmethod
     def after(cls, columns: Sequence[int]) -> Position:
@@ -56,56 +51,13 @@ class Position:
         return position
 
 
-def has_four(stones: int) -> bool:
-    for step in _DIRECTIONS:
-        pairs = stones & (stones >> step)
-        if pairs & (pairs >> (2 * step)):
-            return True
-    return False
-
-
-def winning_squares(stones: int, occupied: int) -> int:
-    """Empty squares that complete four in a row for these stones, whether they can be reached now or not."""
-    found = (stones << 1) & (stones << 2) & (stones << 3)
-    for step in _DIRECTIONS[1:]:
-        two = (stones << step) & (stones << (2 * step))
-        found |= two & (stones << (3 * step))
-        found |= two & (stones >> step)
-        two = (stones >> step) & (stones >> (2 * step))
-        found |= two & (stones >> (3 * step))
-        found |= two & (stones << step)
-    return found & (_BOARD ^ occupied)
-
-
-def _evaluate(position: Position) -> int:
-    """Open threes and stones in the middle, of the player to move minus the other's."""
-    own, other = position.own, position.own ^ position.occupied
-    threes = winning_squares(own, position.occupied).bit_count() - winning_squares(other, position.occupied).bit_count()
-    middle = _COLUMN << (_HEIGHT * 3)
-    return 10 * threes + (own & middle).bit_count() - (other & middle).bit_count()
-
-
-def _search(position: Position, depth: int, low: int, high: int) -> int:
-    """Alpha-beta value for the player to move; wins that come sooner are worth more."""
-    if position.lost:
-        return -_WIN - depth
-    if position.full:
-        return 0
-    if depth == 0:
-        return _evaluate(position)
-    best = -2 * _WIN
-    for column in _CENTRE_FIRST:
-        if position.can_play(column):
-            best = max(best, -_search(position.play(column), depth - 1, -high, -low))
-            low = max(low, best)
-            if low >= high:
-                break
-    return best
+def _value(position: Position, depth: int) -> int:
+    return int(search(position.own, position.occupied, depth, -2 * WIN, 2 * WIN))
 
 
 def minimax_actions(position: Position, depth: int) -> list[int]:
     """All moves that are best when looking `depth` moves ahead, the own one included."""
-    values = {column: -_search(position.play(column), depth - 1, -2 * _WIN, 2 * _WIN) for column in position.legal_actions()}
+    values = {column: -_value(position.play(column), depth - 1) for column in position.legal_actions()}
     best = max(values.values())
     return [column for column, value in values.items() if value == best]
 
