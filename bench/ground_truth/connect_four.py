@@ -2,9 +2,10 @@
 
     python -m bench.ground_truth.connect_four [--seeds 1] [--matches 400]     (about fifteen minutes per seed, one core)
 
-The main player of `examples/leagues/connect_four.yaml` trains against itself and its snapshots; minimax is never met in training. In the
-evaluation matches start from the empty board; the main player plays its most probable actions, or samples them as in training. Minimax
-(`ludus.game_theory.connect_four`) counts open threes at its horizon and draws among equally good moves.
+The main player of `examples/leagues/connect_four.yaml` trains against itself, its snapshots and fixed players: random play and minimax of
+depth 2 and 4. In training, matches start after a few random moves; in the evaluation, from the empty board. The main player plays its most
+probable actions, or samples them as in training. Minimax (`ludus.game_theory.connect_four`) counts open threes at its horizon and draws
+among equally good moves.
 """
 
 from __future__ import annotations

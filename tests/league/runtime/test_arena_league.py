@@ -44,7 +44,8 @@ def run(directory: Path, data: dict[str, Any]) -> LeagueResult:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_examples_are_valid(path: Path, tmp_path: Path) -> None:
+def test_examples_are_valid(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(path.parent))  # scripts are searched next to the file
     config = read_league(path)
     if config.env == "pettingzoo/pong_v3":
         pytest.importorskip("multi_agent_ale_py", reason="pip install 'ludus[pettingzoo-atari]'")
