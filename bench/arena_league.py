@@ -43,7 +43,8 @@ def league_file(mode: str, steps: int, seed: int) -> dict[str, Any]:
     if mode == "1v1":
         league["config"] |= {"num_workers": 0, "sampling": "sync"}
         return league | {"stop": {"timesteps": steps}, "turn_steps": 500_000, "seed": seed}
-    league["matchmaking"] |= {"main_pfsp": 0.3, "main_verification": 0.05, "main_fixed": 0.4}
+    # Mostly the scripts, those with whom matches are even; few self-play matches and past versions.
+    league["matchmaking"] |= {"weighting": "variance", "main_pfsp": 0.15, "main_verification": 0.05, "main_fixed": 0.65}
     league["snapshots"]["main"] = {"min_steps": 2_000_000, "max_steps": 4_000_000}
     return league | {"stop": {"timesteps": steps}, "turn_steps": 4_000_000, "seed": seed}
 
