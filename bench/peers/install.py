@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.peers.peers import PEERS, TORCH, Peer, venv_root
+from bench.peers.peers import GAME_CLIENTS, PEERS, TORCH, Peer, venv_root
 
 STAMP = "ludus-bench.json"
 STEP_TIMEOUT_S = 1800.0
@@ -31,23 +31,39 @@ def is_installed(peer: Peer) -> bool:
     if not (peer.python.exists() and stamp.exists()):
         return False
     recorded: list[str] = json.loads(stamp.read_text())["requirements"]
-    return recorded == [*peer.requirements, *peer.source_builds]
+    return recorded == _asked(peer)
+
+
+def _asked(peer: Peer) -> list[str]:
+    return [*peer.requirements, *peer.pinned, *peer.source_builds]
 
 
 def install(peer: Peer) -> None:
     """Build `peer.venv` from scratch. Raises InstallError."""
     shutil.rmtree(peer.venv, ignore_errors=True)
     peer.failure_file.unlink(missing_ok=True)
-    _run([sys.executable, "-m", "venv", str(peer.venv)])
+    _run([_interpreter(peer), "-m", "venv", str(peer.venv)])
     pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--no-input"]
-    _run([*pip, TORCH])
+    if peer.uses_torch:
+        _run([*pip, TORCH])
     _run([*pip, *peer.requirements])
+    if peer.pinned:
+        _run([*pip, "--no-deps", "--ignore-requires-python", *peer.pinned])
     if peer.source_builds:
         _run([*pip, "--no-build-isolation", *peer.source_builds])
     frozen = _run([str(peer.python), "-m", "pip", "freeze"]).splitlines()
-    asked = [*peer.requirements, *peer.source_builds]
-    stamp = {"requirements": asked, "frozen": [line for line in frozen if "==" in line]}
+    stamp = {"requirements": _asked(peer), "frozen": [line for line in frozen if "==" in line]}
     (peer.venv / STAMP).write_text(json.dumps(stamp, indent=1))
+
+
+def _interpreter(peer: Peer) -> str:
+    """The program that the peer wants, from PATH or pyenv; otherwise the one that runs this."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/*/bin/{peer.interpreter}")) if peer.interpreter else []
+    for program in (shutil.which(peer.interpreter) if peer.interpreter else None, *map(str, pyenv)):
+        # The commands of pyenv exist for versions that are not in use, too, and fail.
+        if program and subprocess.run([program, "-c", ""], capture_output=True, timeout=STEP_TIMEOUT_S, check=False).returncode == 0:
+            return program
+    return sys.executable
 
 
 def _run(command: Sequence[str]) -> str:
@@ -91,17 +107,18 @@ def _prepare_root(root: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    known = PEERS | GAME_CLIENTS
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(PEERS)}")
-    names = parser.parse_args(argv).names or list(PEERS)
-    unknown = [name for name in names if name not in PEERS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; default: all")
+    names = parser.parse_args(argv).names or list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"unknown peer {', '.join(unknown)}; choose from {', '.join(PEERS)}")
+        parser.error(f"unknown peer {', '.join(unknown)}; choose from {', '.join(known)}")
     _prepare_root(venv_root())
     failed = []
     for name in names:
         try:
-            print(f"{name}: {ensure(PEERS[name])}", flush=True)
+            print(f"{name}: {ensure(known[name])}", flush=True)
         except InstallError as error:
             failed.append(name)
             print(f"{name}: failed: {_headline(str(error))}", flush=True)

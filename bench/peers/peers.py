@@ -35,6 +35,11 @@ class Peer:
     source_builds: tuple[str, ...] = ()
     agents_script: str = ""
     """Trains several agents; empty: this library does not."""
+    interpreter: str = ""
+    """Program in which the library is supported, for example `python3.10`; without it, or if it is empty: the one that runs this."""
+    pinned: tuple[str, ...] = ()
+    """Installed without dependencies, and whatever Python they ask for."""
+    uses_torch: bool = True
 
     @property
     def venv(self) -> Path:
@@ -122,3 +127,30 @@ PEERS: dict[str, Peer] = {
         ),
     )
 }
+
+
+GAME_CLIENTS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="mlagents_envs",
+            requirements=(
+                "cloudpickle==3.1.2",
+                "filelock==3.20.0",
+                "grpcio==1.48.2",
+                "gym==0.26.2",
+                "numpy==1.23.5",
+                "pettingzoo==1.15.0",
+                "pillow==11.3.0",
+                "protobuf==3.20.3",
+                "pyyaml==6.0.3",
+            ),
+            scripts=("unity_steps.py",),
+            note="says that it needs Python ≤ 3.10.12; protobuf 3.20.3 is pure Python from 3.11 on",
+            interpreter="python3.10",
+            pinned=("mlagents-envs==1.1.0",),
+            uses_torch=False,
+        ),
+    )
+}
+"""Libraries that step games and train nothing."""
