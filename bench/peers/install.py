@@ -61,7 +61,10 @@ def _interpreter(peer: Peer) -> str:
     pyenv = sorted(Path.home().glob(f".pyenv/versions/*/bin/{peer.interpreter}")) if peer.interpreter else []
     for program in (shutil.which(peer.interpreter) if peer.interpreter else None, *map(str, pyenv)):
         # The commands of pyenv exist for versions that are not in use, too, and fail.
-        if program and subprocess.run([program, "-c", ""], capture_output=True, timeout=STEP_TIMEOUT_S, check=False).returncode == 0:
+        if (
+            program
+            and subprocess.run([program, "-c", ""], capture_output=True, timeout=STEP_TIMEOUT_S, check=False).returncode == 0
+        ):
             return program
     return sys.executable
 

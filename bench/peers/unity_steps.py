@@ -21,7 +21,9 @@ WARMUP_STEPS = 50
 TIMEOUT_S = 60
 
 
-def choose(step: int, behaviour: str, place: int, continuous: int, masks: Sequence[Sequence[bool]]) -> tuple[list[float], list[int]]:
+def choose(
+    step: int, behaviour: str, place: int, continuous: int, masks: Sequence[Sequence[bool]]
+) -> tuple[list[float], list[int]]:
     """The action of the agent at `place` in the list of those that want one. `masks`: per branch, true for what is forbidden."""
     draw = random.Random(f"{step} {behaviour} {place}")
     numbers = [round(draw.uniform(-1, 1), 3) for _ in range(continuous)]
