@@ -42,8 +42,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PETTINGZOO_FAMILIES = ("mpe2", "pettingzoo")
-_MATCH_FAMILIES = {"openspiel": "ludus.envs.openspiel:OpenSpielMatch"}
-"""Families with their own kind of match: name → function (name, env_config, render_mode) that makes it."""
+_MATCH_FAMILIES = {
+    "godot_rl": "ludus.envs.godot_rl.match:GodotMatch",
+    "openspiel": "ludus.envs.openspiel:OpenSpielMatch",
+}
+"""Families with their own kind of match: name → function (name, env_config, render_mode) that makes it.
+
+A function `check_exists(name)` of it checks a name without an environment; the default is to make one.
+"""
 
 FAMILIES = (*_PETTINGZOO_FAMILIES, *_MATCH_FAMILIES)
 """First parts of the names of environments with several agents."""
@@ -214,8 +220,12 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
 
 def check_exists(name: str) -> None:
     """Raises UnknownName, MissingExtra."""
-    if name.partition("/")[0] in _MATCH_FAMILIES:
-        close_quietly(make_match(name))
+    if (family := name.partition("/")[0]) in _MATCH_FAMILIES:
+        check = getattr(load_object(_MATCH_FAMILIES[family]), "check_exists", None)
+        if check is None:
+            close_quietly(make_match(name))
+        else:
+            check(name)
     else:
         _load_factory(name)
 

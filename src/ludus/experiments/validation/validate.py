@@ -55,10 +55,10 @@ def is_multi_agent(env: str, settings: Mapping[str, Any]) -> bool:
     """
     if settings.get("multiagent") is not None and ":" in env and "/" not in env:
         return True  # no need to make it; errors in it are reported when the run makes it
-    if "/" not in env and ":" not in env and env not in registered_envs():
-        return False  # a plain id of Gymnasium
     from ludus.envs import pettingzoo
 
+    if "/" not in env and ":" not in env and env not in registered_envs() and env not in pettingzoo.FAMILIES:
+        return False  # a plain id of Gymnasium
     return pettingzoo.is_multi_agent(env, settings.get("env_config"))
 
 
