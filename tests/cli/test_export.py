@@ -17,6 +17,7 @@ import torch
 
 import ludus
 from ludus.cli.main import main
+from ludus.core import plugins
 from ludus.errors import UsageError
 from ludus.experiments.export_run import recorded_observations
 from ludus.experiments.runs import checkpoint
@@ -85,6 +86,22 @@ def test_a_run_becomes_a_file_with_its_report(call: Call, run: Path) -> None:
     assert report["version"] == OnnxPolicy(file).version == checkpoint.open_checkpoint(run)[1].state["models"]["model"]["version"]
 
 
+def test_a_run_becomes_a_file_for_unity(call: Call, run: Path, tmp_path: Path) -> None:
+    code, out, err = call("export", run, "--format", "ml-agents", "--out", tmp_path)
+    assert code == 0, err
+    (file,) = tmp_path.glob("*.onnx")
+    assert file.name.endswith("-ml-agents.onnx")
+    assert "actions equal" in out
+    report = json.loads(file.with_suffix(".report.json").read_text())
+    assert (report["passed"], report["layout"], report["opset"]) == (True, "ml-agents", 15)
+    session = plugins.require("onnxruntime", "serve", "tests").InferenceSession(file)
+    assert [item.name for item in session.get_inputs()] == ["obs_0", "action_masks"]
+    seen = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    feed = {"obs_0": seen, "action_masks": np.ones((50, 2), np.float32)}
+    (chosen,) = session.run(["deterministic_discrete_actions"], feed)
+    np.testing.assert_array_equal(chosen[:, 0], checkpoint.open_checkpoint(run)[1].policy("model").act(seen).action)
+
+
 def test_int8_is_verified_on_observations_of_the_agent(call: Call, run: Path, tmp_path: Path) -> None:
     code, out, err = call("export", run, "--quantize", "int8", "--out", tmp_path / "small.onnx", "--json", "--opset", "17")
     report = json.loads(out.splitlines()[-1])
@@ -126,6 +143,7 @@ def test_an_export_that_differs_from_the_original_is_not_written(call: Call, tmp
     ("words", "named"),
     [
         (["--format", "tflite"], "tflite"),
+        (["--format", "ml-agents", "--quantize", "int8"], "int8 is not available"),
         (["--quantize", "int4"], "int4"),
         (["--model", "other"], "'other'"),
         (["--opset", "3"], "opset 3"),

@@ -310,14 +310,14 @@ def test_probabilities_must_be_those_of_the_original(small: tuple[Policy, bytes]
 
 def test_the_largest_number_of_a_type_is_no_bound() -> None:
     largest = float(np.finfo(np.float32).max)
-    (name, width), (chosen, scaled) = parity._widths(spaces.Box(-largest, largest, (2,))).items()
+    (name, width), (chosen, scaled) = parity.action_widths(spaces.Box(-largest, largest, (2,))).items()
     assert (name, chosen) == ("action", "chosen")
     mine = np.array([[0.5, -0.25]], np.float32)
     assert width is not None
-    assert not parity._same(mine, mine + np.float32(0.01), width, 1e-4).any()
-    assert not parity._same(mine * largest, mine * largest * np.float32(0.99), width, 1e-4).any()
-    assert parity._same(mine * largest, mine * largest * np.float32(1.00001), width, 1e-4).all()
-    assert not parity._same(mine, mine + np.float32(0.01), scaled, 1e-4).any()
+    assert not parity.equal_rows(mine, mine + np.float32(0.01), width, 1e-4).any()
+    assert not parity.equal_rows(mine * largest, mine * largest * np.float32(0.99), width, 1e-4).any()
+    assert parity.equal_rows(mine * largest, mine * largest * np.float32(1.00001), width, 1e-4).all()
+    assert not parity.equal_rows(mine, mine + np.float32(0.01), scaled, 1e-4).any()
 
 
 def test_a_recurrent_state_that_drifts_does_not_pass() -> None:

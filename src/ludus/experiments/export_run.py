@@ -26,7 +26,7 @@ from ludus.experiments.evaluation import rollout
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import agents_playing, choose_model
 from ludus.experiments.runs.remote_runs import upload
-from ludus.models.export import onnx_export, parity
+from ludus.models.export import ml_agents, ml_agents_parity, onnx_export, parity
 from ludus.models.export.onnx_export import named_leaves, unflatten_tree
 from ludus.models.export.parity import RECORDED_ROWS, ParityReport
 from ludus.models.policy import Policy
@@ -35,6 +35,7 @@ from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+LAYOUTS = (onnx_export.LAYOUT, ml_agents.LAYOUT)
 PLAY_STEPS, PLAY_TIMEOUT_S = 1000, 60.0
 _UNREADABLE = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
@@ -59,14 +60,15 @@ def export_checkpoint(
     where: str | Path,
     *,
     model: str | None = None,
+    layout: str = onnx_export.LAYOUT,
     int8: bool = False,
-    opset: int = onnx_export.OPSET,
+    opset: int | None = None,
     out: Path | None = None,
     observations: Path | None = None,
 ) -> ExportResult:
     """Export a model of a run or checkpoint; write file and report only if the export acts like the policy.
 
-    `observations`: the file of a rollout; None: the newest rollout of the run. For int8, which is calibrated on observations, the agent
+    `layout`: one of LAYOUTS. `opset`: None for the usual one of the layout. `observations`: the file of a rollout; None: the newest rollout of the run. For int8, which is calibrated on observations, the agent
     plays its environment briefly if there is no rollout. Raises NotFound, Damaged, UsageError.
     """
     run, stored = checkpoint.open_checkpoint(where)
@@ -74,7 +76,7 @@ def export_checkpoint(
     version = int(stored.state["models"][name]["version"])
     return export_policy(
         stored.policy(name), run, stored.state["config"], name, version,
-        int8=int8, opset=opset, out=out, observations=observations,
+        layout=layout, int8=int8, opset=opset, out=out, observations=observations,
     )  # fmt: skip
 
 
@@ -85,18 +87,28 @@ def export_policy(
     name: str,
     version: int,
     *,
+    layout: str = onnx_export.LAYOUT,
     int8: bool = False,
     opset: int | None = None,
     out: Path | None = None,
     observations: Path | None = None,
 ) -> ExportResult:
     """As `export_checkpoint`, for a loaded policy. `experiment`: the one of its training."""
-    file = _output_file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
+    if layout not in LAYOUTS:
+        raise UsageError(f"The layout {layout!r} is not known.", f"Use {' or '.join(LAYOUTS)}.")
+    if int8 and layout != onnx_export.LAYOUT:
+        raise UsageError(f"int8 is not available in the layout {layout}.", "Unity quantises models itself when it imports them.")
+    form = "-int8" if int8 else "" if layout == onnx_export.LAYOUT else f"-{layout}"
+    file = _output_file(run, out, f"{name}-{version:06d}{form}.onnx")
     recorded, notes = _load_observations(run, experiment, policy, agents_playing(experiment, name), observations, int8)
     every = (experiment["config"].get("env_config") or {}).get("every")
     trained = {"every": every} if isinstance(every, int) else {}
-    traced = onnx_export.export_policy(policy, opset=opset or onnx_export.OPSET, name=name, version=version, trained=trained)
-    data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
+    if layout == ml_agents.LAYOUT:
+        data = ml_agents.export_policy(policy, opset=opset or ml_agents.OPSET, name=name, version=version, trained=trained)
+        report = ml_agents_parity.verify(policy, data, recorded)
+    else:
+        traced = onnx_export.export_policy(policy, opset=opset or onnx_export.OPSET, name=name, version=version, trained=trained)
+        data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()
     if not report.passed:

@@ -25,9 +25,11 @@ def export(
             help="Run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
         ),
     ],
-    format_: Annotated[str, typer.Option("--format", help="Output format; only onnx is supported.")] = "onnx",
+    format_: Annotated[str, typer.Option("--format", help="Tensor names and shapes: onnx, or ml-agents for Unity.")] = "onnx",
     quantize: Annotated[str | None, typer.Option(help="Quantization: int8 is smaller, and faster for large networks.")] = None,
-    opset: Annotated[int, typer.Option(help="ONNX opset version; older runtimes need an older one.")] = 18,
+    opset: Annotated[
+        int | None, typer.Option(help="ONNX opset version; older runtimes need an older one. [default: 18; ml-agents: 15]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory or .onnx file to write. [default: RUN/exports]")] = None,
     model: Annotated[str | None, typer.Option(help="Model to export, if the run has several.")] = None,
     observations: Annotated[
@@ -38,16 +40,16 @@ def export(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Export a trained agent to ONNX, with a report that compares it with the original."""
-    from ludus.experiments.export_run import export_checkpoint
+    from ludus.experiments.export_run import LAYOUTS, export_checkpoint
 
-    if format_ != "onnx":
-        raise UsageError(f"--format {format_} is not known.", "Use onnx.")
+    if format_ not in LAYOUTS:
+        raise UsageError(f"--format {format_} is not known.", f"Use {' or '.join(LAYOUTS)}.")
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize {quantize} is not known.", "Use int8, or leave it out for float32.")
     try:
         with ProgressBar("exporting and verifying", quiet=json_):
             exported = export_checkpoint(
-                checkpoint, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
+                checkpoint, layout=format_, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
             )  # fmt: skip
     except NotFound as error:
         raise UsageError(error.message, error.hint) from error
@@ -57,11 +59,10 @@ def export(
 def show_export(exported: ExportResult, json_: bool) -> None:
     """Print the report of an export; exit code 1 if nothing was written."""
     report = exported.report
-    say(
-        f"{report.model} version {report.version}, {report.precision}, opset {report.opset}: {report.equal_actions:.3%} of "
-        f"{report.decisions} actions equal, logits within {report.max_logit_difference:.2g}",
-        to_stderr=json_,
-    )
+    measured = f"{report.equal_actions:.3%} of {report.decisions} actions equal"
+    if report.layout == "onnx":
+        measured += f", logits within {report.max_logit_difference:.2g}"
+    say(f"{report.model} version {report.version}, {report.precision}, opset {report.opset}: {measured}", to_stderr=json_)
     for note in report.notes:
         say(f"note: {note}", to_stderr=json_)
     if exported.file is not None:

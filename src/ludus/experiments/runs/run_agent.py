@@ -55,20 +55,21 @@ class RunAgent(TrainedAgent):
         self,
         out: str | Path | None = None,
         *,
+        layout: str = "onnx",
         int8: bool = False,
         opset: int | None = None,
         observations: str | Path | None = None,
     ) -> ExportResult:
         """Write the policy as ONNX (`.file`) and the report of the comparison with this agent (`.report_file`).
 
-        `out`: a directory or a file X.onnx; None: exports/ of the run. `observations`: the steps.npz of a rollout to compare on.
+        `out`: a directory or a file X.onnx; None: exports/ of the run. `layout`: onnx or ml-agents. `observations`: the steps.npz of a rollout to compare on.
         Raises LudusError if the exported policy acts differently; nothing is written then.
         """
         from ludus.experiments import export_run
 
         result = export_run.export_policy(
             self.policy, self.run_dir, self.experiment(), self.model, self.version,
-            int8=int8, opset=opset, out=None if out is None else Path(out),
+            layout=layout, int8=int8, opset=opset, out=None if out is None else Path(out),
             observations=None if observations is None else Path(observations),
         )  # fmt: skip
         if result.file is None:

@@ -31,11 +31,12 @@ from ludus.models.policy import Policy
 from ludus.models.weights import module_spec as modules
 
 EXTRA = "serve"
+LAYOUT = "onnx"
 OPSET, OLDEST_OPSET, NEWEST_OPSET = 18, 15, 22
 META = "ludus"
 """Metadata key of the model file under which its facts are stored as JSON."""
 _NO_FUNCTION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
-_EXAMPLE_ROWS = 3  # a batch of 0 or 1 would be taken for a constant
+EXAMPLE_ROWS = 3  # a batch of 0 or 1 would be taken for a constant
 
 Feed = dict[str, Array]
 Arguments = Callable[[Iterator[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -79,7 +80,7 @@ class _PolicyStep(nn.Module):
         logits, value, after = self.network.decide(observation, state)
         chosen, log_prob = self.distribution.sample(logits, mask, noise)
         return {
-            "action": _for_environment(self._action_space, chosen),
+            "action": for_environment(self._action_space, chosen),
             "chosen": chosen,
             "log_prob": log_prob,
             "value": self._state_value(logits, value, mask),
@@ -88,12 +89,12 @@ class _PolicyStep(nn.Module):
         }
 
 
-def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
+def for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
     """`Distribution.to_environment` on tensors."""
     if isinstance(space, gym.spaces.Dict):
-        return {key: _for_environment(space.spaces[key], chosen[key]) for key in sorted(space.spaces)}
+        return {key: for_environment(space.spaces[key], chosen[key]) for key in sorted(space.spaces)}
     if isinstance(space, gym.spaces.Tuple):
-        return tuple(_for_environment(item, chosen[i]) for i, item in enumerate(space.spaces))
+        return tuple(for_environment(item, chosen[i]) for i, item in enumerate(space.spaces))
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         start = np.asarray(space.start)
         shifted = chosen + torch.as_tensor(start.astype(np.int64)) if start.any() else chosen + 0
@@ -144,10 +145,10 @@ def export_policy(
         "decides_by": policy.kind,
         "trained": dict(trained or {}),
     }
-    example = {name: spec.zeros(_EXAMPLE_ROWS) for name, spec in inputs.items()}
+    example = {name: spec.zeros(EXAMPLE_ROWS) for name, spec in inputs.items()}
     for path, (lowest, _) in spaces.categories(policy.observation_space).items():
         example[f"observation.{path}" if path else "observation"] += lowest
-    return _trace(_PolicyStep(policy), example, arguments, "", opset, facts)
+    return trace(_PolicyStep(policy), example, arguments, "", opset, facts)
 
 
 # -- any module ---------------------------------------------------------------------------------------------------------
@@ -156,8 +157,8 @@ def export_policy(
 def export_module(module: nn.Module, inputs: Mapping[str, Any], *, opset: int = OPSET, name: str = "model") -> bytes:
     """Export a user's module with the declared inputs of `module_spec.inputs_of`. Raises UsageError if it cannot be traced."""
     args, kwargs = _argument_specs(inputs)
-    example = {key: spec.zeros(_EXAMPLE_ROWS) for key, spec in (*named_leaves("args", args), *named_leaves("kwargs", kwargs))}
-    return _trace(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
+    example = {key: spec.zeros(EXAMPLE_ROWS) for key, spec in (*named_leaves("args", args), *named_leaves("kwargs", kwargs))}
+    return trace(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
 
 
 def arguments_of(inputs: Mapping[str, Any]) -> Arguments:
@@ -203,7 +204,7 @@ def plain_outputs(outputs: Any, where: str = "") -> Tree:
     )
 
 
-def _trace(
+def trace(
     module: nn.Module,
     inputs: Mapping[str, Array],
     arguments: Arguments,
@@ -211,6 +212,7 @@ def _trace(
     opset: int,
     facts: Mapping[str, Any],
 ) -> bytes:
+    """Return a module as a self-contained ONNX file. `arguments` makes its arguments from the flat inputs; `facts` become metadata."""
     onnx, _ = require_onnx("export to ONNX")
     plugins.require("onnxscript", EXTRA, "export to ONNX")
     _check_opset(opset)

@@ -62,6 +62,7 @@ class ParityReport:
     version: int
     precision: str
     opset: int
+    layout: str = "onnx"
     passed: bool = True
     reasons: list[str] = field(default_factory=list)
     """Why it did not pass."""
@@ -120,12 +121,12 @@ def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int
             observation = observations_for(policy, rows, rng)
             noise = policy.draw_noise(rows, generator) if noisy else None
             mask = random_mask(policy.action_space, rows, rng) if rows % 2 else None
-            report.random += tally.compare(observation, _random_state(policy, rows, rng), mask, noise)
+            report.random += tally.compare(observation, random_state(policy, rows, rng), mask, noise)
     report.batch_sizes = list(BATCH_SIZES)
-    for start in range(0, min(_rows(recorded), RECORDED_ROWS), BATCH_SIZES[-1]):
+    for start in range(0, min(count_rows(recorded), RECORDED_ROWS), BATCH_SIZES[-1]):
         chunk = map_tree(lambda x, at=start: x[at : at + BATCH_SIZES[-1]], recorded)
-        for noise in (None, policy.draw_noise(_rows(chunk), generator)):
-            report.recorded += tally.compare(chunk, _random_state(policy, _rows(chunk), rng), None, noise)
+        for noise in (None, policy.draw_noise(count_rows(chunk), generator)):
+            report.recorded += tally.compare(chunk, random_state(policy, count_rows(chunk), rng), None, noise)
     for size in _EXTREME:
         report.random += _mix(policy, tally, size, rng)
     if policy.recurrent:
@@ -146,7 +147,7 @@ def independent(policy: Policy, model: bytes, seed: int = 0) -> list[str]:
 def _make_comparison(policy: Policy, model: bytes) -> _Comparison:
     exported = OnnxPolicy(model)
     report = ParityReport(
-        exported.model, exported.version, exported.precision, int(exported.facts["opset"]), versions=_versions()
+        exported.model, exported.version, exported.precision, int(exported.facts["opset"]), versions=tool_versions()
     )  # fmt: skip
     policy.network.thaw()
     return _Comparison(policy, exported, report)
@@ -155,7 +156,7 @@ def _make_comparison(policy: Policy, model: bytes) -> _Comparison:
 def _mix(policy: Policy, tally: _Comparison, size: float, rng: np.random.Generator) -> int:
     """Compare a batch with a few extreme rows: the others with the original, and all with themselves alone."""
     rows = BATCH_SIZES[-1]
-    observation, state = observations_for(policy, rows, rng), _random_state(policy, rows, rng)
+    observation, state = observations_for(policy, rows, rng), random_state(policy, rows, rng)
     order = rng.permutation(rows)
     extreme, usual = order[:_EXTREME_ROWS], np.sort(order[_EXTREME_ROWS:])
     observation = _make_extreme(policy.observation_space, observation, extreme, size)
@@ -169,7 +170,7 @@ def _unroll(
 ) -> None:
     """Unroll each side from the initial state with its own state, so that small differences may accumulate."""
     ours = theirs = tuple(spec.zeros(UNROLL_ROWS) for spec in policy.state_spec())
-    seen = _rows(recorded)
+    seen = count_rows(recorded)
     for step in range(UNROLL_STEPS):
         if recorded is not None and seen >= UNROLL_STEPS:  # rows start at different positions of the recording, in its order
             at = (step + np.arange(UNROLL_ROWS) * (seen // UNROLL_ROWS)) % seen
@@ -205,7 +206,7 @@ class _Comparison:
         self._worst = dict.fromkeys(_ALLOWED, 0.0)
         """The largest difference by kind, in units of the tolerance."""
         self._share = _CONTINUOUS[report.precision]
-        self._widths = _widths(policy.action_space)
+        self._widths = action_widths(policy.action_space)
         self._not_numbers: set[str] = set()
         self.states: tuple[tuple[Array, ...], tuple[Array, ...]] = ((), ())
 
@@ -219,7 +220,7 @@ class _Comparison:
         only: Array | None = None,
     ) -> int:
         """Return the number of decisions. `only`: compare these rows; the others only have to be finite where the original is."""
-        mine = _outputs(self._policy, observation, state, mask, noise)
+        mine = policy_outputs(self._policy, observation, state, mask, noise)
         theirs = self._exported.outputs(observation, state if other_state is None else other_state, mask, noise)
         if mine.keys() != theirs.keys() or any(
             mine[k].shape != theirs[k].shape or mine[k].dtype != theirs[k].dtype for k in mine
@@ -248,7 +249,7 @@ class _Comparison:
             report.max_state_difference = max(report.max_state_difference, self._differ("state", mine[name], theirs[name]))
         equal = np.ones(len(mine["log_prob"]), np.bool_)
         for name, width in self._widths.items():
-            equal &= _same(mine[name], theirs[name], width, self._share)
+            equal &= equal_rows(mine[name], theirs[name], width, self._share)
         if equal.any():  # different actions have different probabilities
             apart = self._differ("log_prob", mine["log_prob"][equal], theirs["log_prob"][equal])
             report.max_log_prob_difference = max(report.max_log_prob_difference, apart)
@@ -323,7 +324,7 @@ class _Comparison:
         )
 
 
-def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: Bools | None, noise: Array | None) -> Feed:
+def policy_outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: Bools | None, noise: Array | None) -> Feed:
     """Compute all outputs of the graph with PyTorch."""
     with torch.inference_mode():
         tensors = map_tree(torch.from_numpy, observation)
@@ -338,7 +339,7 @@ def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: 
     return whole | {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(prefix, tree)}
 
 
-def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
+def action_widths(space: gym.Space[Any]) -> dict[str, Array | None]:
     """Return name of each leaf of `action` and `chosen` → range of its numbers, 0 if unbounded; None for integers."""
     found: dict[str, Array | None] = {}
     for name, leaf in spaces.space_leaves(space, "action"):
@@ -356,7 +357,7 @@ def _has_bounds(low: Array, high: Array) -> Bools:
     return np.asarray((np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED))
 
 
-def _same(mine: Array, theirs: Array, width: Array | None, share: float) -> Bools:
+def equal_rows(mine: Array, theirs: Array, width: Array | None, share: float) -> Bools:
     if width is None:
         equal: Bools = mine == theirs
     else:
@@ -370,11 +371,11 @@ def _finite(value: Any) -> float:
     return float(value) if np.isfinite(value) else float(np.finfo(np.float32).max)
 
 
-def _rows(tree: Tree | None) -> int:
+def count_rows(tree: Tree | None) -> int:
     return 0 if tree is None else len(next(leaves(tree))[1])
 
 
-def _versions() -> dict[str, str]:
+def tool_versions() -> dict[str, str]:
     onnx, runtime = onnx_export.require_onnx("verification")
     return {"ludus": ludus.__version__, "torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": runtime.__version__}
 
@@ -448,7 +449,7 @@ def random_mask(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> B
     return mask
 
 
-def _random_state(policy: Policy, rows: int, rng: np.random.Generator) -> tuple[Array, ...]:
+def random_state(policy: Policy, rows: int, rng: np.random.Generator) -> tuple[Array, ...]:
     return tuple(np.tanh(rng.normal(size=(rows, *spec.shape))).astype(np.float32) for spec in policy.state_spec())
 
 
@@ -458,12 +459,10 @@ def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, 
     found = []
     for _ in range(batches):
         observation = observations_for(policy, rows, rng)
-        if recorded is not None and _rows(recorded) >= rows:
-            at = rng.integers(0, _rows(recorded), rows)
+        if recorded is not None and count_rows(recorded) >= rows:
+            at = rng.integers(0, count_rows(recorded), rows)
             observation = map_tree(lambda x, at=at: x[at], recorded)
-        feed: Feed = dict(named_leaves("observation", observation)) | dict(
-            named_leaves("state", _random_state(policy, rows, rng))
-        )
+        feed: Feed = dict(named_leaves("observation", observation)) | dict(named_leaves("state", random_state(policy, rows, rng)))
         for name, spec in onnx_export.policy_inputs(policy).items():
             feed.setdefault(name, np.ones((rows, *spec.shape), np.bool_) if name == "mask" else spec.zeros(rows))
         found.append(feed)
@@ -533,7 +532,7 @@ def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
     pairs = []
     for _ in range(8):
         observation = observations_for(policy, BATCH_SIZES[-1], rng)
-        state = _random_state(policy, BATCH_SIZES[-1], rng)
-        pairs.append((_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
+        state = random_state(policy, BATCH_SIZES[-1], rng)
+        pairs.append((policy_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
     mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return _relative_error(*_without_hidden(mine, theirs))
