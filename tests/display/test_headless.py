@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.display import headless, opengl_probe, x11
+from ludus.display import headless, opengl_probe, private_screen, x11
 from ludus.display.opengl_probe import OpenGL
+from ludus.display.private_screen import PrivateScreen
 from ludus.errors import ConfigError, MissingExtra
 from ludus.process import temp_dirs
 from tests.tools import need
@@ -125,8 +126,8 @@ def test_two_screens_at_once_are_two() -> None:
 
 _OWNER = """
 import os, sys, time
-from ludus.display import headless
-screen = headless.PrivateScreen()
+from ludus.display import private_screen
+screen = private_screen.PrivateScreen()
 print(screen.display, screen.authority, screen._command.guard.pid, flush=True)
 sys.stdin.read()
 """
@@ -152,7 +153,7 @@ def test_no_screen_outlives_its_owner(number: signal.Signals | None) -> None:
 
 def test_a_screen_whose_keeper_is_killed_ends_too() -> None:
     need("Xvfb")
-    with headless.PrivateScreen() as screen:
+    with PrivateScreen() as screen:
         server = int(_children(screen._command.guard.pid)[0])
         os.kill(screen._command.guard.pid, signal.SIGKILL)
         screen._command.guard.wait(_GONE_S)
@@ -180,7 +181,7 @@ def test_what_a_killed_keeper_and_a_killed_owner_leave_is_swept_by_the_next_run(
 
 def test_a_forked_copy_of_the_owner_does_not_end_the_screen() -> None:
     need("Xvfb")
-    with headless.PrivateScreen() as screen:
+    with PrivateScreen() as screen:
         if (child := os.fork()) == 0:
             with contextlib.suppress(BaseException):
                 screen.close()
@@ -190,13 +191,13 @@ def test_a_forked_copy_of_the_owner_does_not_end_the_screen() -> None:
 
 
 def test_without_xvfb_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headless, "find_xvfb", lambda: None)
+    monkeypatch.setattr(private_screen, "find_xvfb", lambda: None)
     with pytest.raises(MissingExtra, match="apt-get install xvfb"), headless.screen(environ=NOWHERE):
         pass
 
 
 def test_a_choice_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"LUDUS_SCREEN='always'.*auto, xvfb, none"), headless.screen("always"):
+    with pytest.raises(ConfigError, match=r"LUDUS_SCREEN='always'.*auto, xvfb, egl, none"), headless.screen("always"):
         pass
 
 

@@ -569,9 +569,11 @@ def support(x_server: OpenGL, egl: OpenGL, xvfb: OpenGL | None = None, choice: s
         (support(ABSENT, replace(NEW, version="2.1 Mesa")), True, ("failed", "skipped", "ok", "skipped"), "engines need 3.2"),
         (support(BROKEN, NEW), False, ("ok", "warning", "ok", "skipped"), "by EGL"),
         (support(ABSENT, NEW, GLX, "xvfb"), False, ("ok", "skipped", "ok", "skipped", "ok"), "by Xvfb"),
-        (support(ABSENT, NEW, BROKEN, "xvfb"), False, ("failed", "skipped", "ok", "skipped", "warning"), "LUDUS_SCREEN=xvfb"),
+        (support(ABSENT, NEW, BROKEN, "xvfb"), False, ("failed", "skipped", "ok", "skipped", "warning"), "display: xvfb"),
+        (support(GLX, ABSENT, choice="egl"), False, ("failed", "ok", "skipped", "skipped"), "display: egl"),
+        (support(GLX, NEW, choice="egl"), True, ("ok", "ok", "ok", "skipped"), "by EGL"),
         (support(ABSENT, NEW, BROKEN), False, ("ok", "skipped", "ok", "skipped", "warning"), "by EGL"),
-        (support(BROKEN, ABSENT, choice="none"), False, ("warning", "warning", "skipped", "skipped"), "LUDUS_SCREEN=none"),
+        (support(BROKEN, ABSENT, choice="none"), False, ("warning", "warning", "skipped", "skipped"), "display: none"),
     ],
 )
 def test_graphics(seen: GraphicsSupport, needed: bool, statuses: tuple[Status, ...], said: str) -> None:
@@ -586,9 +588,11 @@ def test_graphics(seen: GraphicsSupport, needed: bool, statuses: tuple[Status, .
     ("seen", "status", "said"),
     [
         (support(ABSENT, NEW, ABSENT), "warning", "by EGL, which has no windows"),
-        (support(ABSENT, NEW, choice="none"), "warning", "LUDUS_SCREEN=none"),
+        (support(ABSENT, NEW, choice="none"), "warning", "display: none"),
         (support(ABSENT, NEW, GLX), "ok", "by Xvfb"),
-        (support(GLX, NEW), "ok", "by X server"),
+        (support(GLX, NEW), "ok", "by X server: a Unity player draws with OpenGL 4.6 NVIDIA on A100"),
+        (support(NEW, NEW), "ok", "by software, llvmpipe"),
+        (support(GLX, NEW, choice="egl"), "warning", "by EGL, which has no windows"),
         (support(ABSENT, ABSENT, ABSENT), "failed", "nothing can draw"),
     ],
 )
@@ -611,7 +615,7 @@ def test_a_game_with_a_window_needs_a_screen(seen: GraphicsSupport, status: Stat
 )
 def test_an_unusable_ludus_screen_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
     found = graphics.check_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
-    assert [(finding.check, finding.status) for finding in found] == ([("LUDUS_SCREEN", "failed")] if said else [])
+    assert [(finding.check, finding.status) for finding in found] == ([("display", "failed")] if said else [])
     assert all(said in finding.found and finding.fix for finding in found)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from ludus.display import headless
+from ludus.display.game_screen import MIN_OPENGL
 from ludus.errors import UsageError
 from ludus.launch.doctor import local_checks
 from ludus.launch.doctor.checks import (
@@ -285,8 +286,8 @@ def test_the_token_of_learners_and_actors_is_checked(tmp_path: Path, monkeypatch
 
 def test_an_invalid_ludus_screen_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_SCREEN", "bogus")
-    found = by_check(run_local_checks(DoctorRequest(quick=True)).findings)["LUDUS_SCREEN"]
-    assert (found.status, "auto, xvfb, none" in found.fix) == ("failed", True)
+    found = by_check(run_local_checks(DoctorRequest(quick=True)).findings)["display"]
+    assert (found.status, "auto, xvfb, egl, none" in found.fix) == ("failed", True)
 
 
 def test_ray_is_not_checked_on_a_submitting_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +503,7 @@ def test_graphics_fall_back_to_a_private_screen_without_an_x_server() -> None:
     for check in ("EGL", "OSMesa"):  # a machine need not have them: an engine that draws in software brings its own
         assert found[check].status == ("ok" if ctypes.util.find_library(check) else "skipped")
     assert seen is not None
-    assert seen.backends["Xvfb"].number >= graphics.MIN_OPENGL
+    assert seen.backends["Xvfb"].number >= MIN_OPENGL
     with headless.screen("xvfb") as variables:
         seen = graphics.inspect_graphics({**os.environ, **variables})
     assert by_check(graphics.check_graphics(seen, needed=True))["X server"].status == "ok"
@@ -642,7 +643,7 @@ def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str
     tried = env_smoke_test.run_smoke_test("my_environments:on_a_screen", environments)
     assert tried.private_screen
     found = env_smoke_test.check_smoke_test(tried)
-    assert (found.status, found.fix) == ("warning", "export LUDUS_SCREEN=xvfb")
+    assert (found.status, found.fix) == ("warning", "display: xvfb in config, or export LUDUS_SCREEN=xvfb")
 
 
 def test_the_doctor_does_not_import_pytorch() -> None:

@@ -189,6 +189,11 @@ class AlgorithmConfig(ConfigSection):
         "NoFilter", description="Observation normalisation: MeanStdFilter keeps a running mean and standard deviation."
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
+    display: Literal["auto", "xvfb", "egl", "none"] = Field(
+        "auto",
+        description="Screen of environments and games: auto = the X server of DISPLAY if it answers, else a private one (Xvfb) for what "
+        "needs one; xvfb = a private one for each process; egl = OpenGL without an X server; none = no screen. LUDUS_SCREEN overrides it.",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="Network settings.")
     evaluation_interval: Annotated[int, Field(ge=1)] | Literal["checkpoint"] = Field(
         "checkpoint", description="Evaluate every N iterations; checkpoint = with each checkpoint; 0 or null = never."

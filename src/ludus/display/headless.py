@@ -1,7 +1,7 @@
-"""Rendering without a display: environment variables for the engines, and a private Xvfb for games that need an X server.
+"""Rendering without a display: environment variables for the engines, and a private Xvfb for what needs an X server.
 
-with screen() as variables:                      # empty if DISPLAY works; else the variables of a private Xvfb
-    subprocess.run([game], env={**os.environ, **variables})
+`game_environment` is for a game that Ludus starts, `provide_screen` and `prepare_rendering` for environments in this process.
+Which of them get what is decided by `config.display` and LUDUS_SCREEN (process/screen_choice.py).
 """
 
 from __future__ import annotations
@@ -10,39 +10,35 @@ import atexit
 import contextlib
 import ctypes.util
 import os
-import secrets
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from ludus.display import opengl_probe, x11
-from ludus.errors import ConfigError, MissingExtra, WorkerFailed
-from ludus.io.atomic_file import open_new
-from ludus.io.json_lines import LineReader
-from ludus.process.commands.lifeline_guard import GuardedCommand
-from ludus.process.temp_dirs import TempDir
+from ludus.display.private_screen import APT_XVFB, SIZE, PrivateScreen, find_xvfb
+from ludus.errors import MissingExtra
+from ludus.process.screen_choice import AUTO, EGL, NONE, SCREEN, XVFB, screen_choice
 
-SCREEN = "LUDUS_SCREEN"
-"""`auto` (a private display if one is needed and there is none), `xvfb` (always a private one), `none` (never)."""
-
-CHOICES = ("auto", "xvfb", "none")
-SIZE = "1280x1024x24"
+WAYLAND = "WAYLAND_DISPLAY"
+APT_EGL = "apt-get install libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri"
+EGL_VARIABLES: Mapping[str, str] = {
+    "MUJOCO_GL": "egl",
+    "PYOPENGL_PLATFORM": "egl",
+    "EGL_PLATFORM": "surfaceless",  # else Mesa tries the X server of DISPLAY first
+    "PYGLET_HEADLESS": "1",
+    "SDL_VIDEODRIVER": "dummy",
+}
+"""For processes that draw with EGL; each is kept if it is set."""
 
 _LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
 _APT = "apt-get install libegl1 libgl1 libgles2 (for EGL) or libosmesa6 (for OSMesa)"
-_APT_XVFB = "apt-get install xvfb libgl1-mesa-dri libglx-mesa0"
-_START_S = 20.0
-_END_S = 3.0
-"""Time between SIGTERM, after which an X server removes its socket, and SIGKILL."""
 
 _lock = threading.Lock()
 _process_screen: list[PrivateScreen] = []
 """The private display of this process, if any."""
+_egl_checked = False
 
 
 def is_headless(environ: Mapping[str, str] | None = None) -> bool:
@@ -53,27 +49,53 @@ def is_headless(environ: Mapping[str, str] | None = None) -> bool:
     return not _wayland_answers(environ) and bool(x11.connection_error(environ))
 
 
+# -- environments in this process -------------------------------------------------------------------------------------------
+
+
 def provide_screen() -> None:
-    """Start a private display if LUDUS_SCREEN=xvfb. Call before any environment is made. Raises MissingExtra, ConfigError."""
-    if screen_choice(os.environ) == "xvfb":
+    """Set up this process for `xvfb` or `egl`; nothing for other choices. Call before any environment is made.
+
+    Raises MissingExtra, WorkerFailed, ConfigError.
+    """
+    choice = screen_choice()
+    if choice == XVFB:
         keep_screen()
+    elif choice == EGL:
+        _use_egl()
 
 
 def prepare_rendering(entry_point: str) -> None:
     """Set up rendering for an environment whose code is at `entry_point`. Raises MissingExtra if nothing can render."""
-    choice = screen_choice(os.environ)
-    if choice == "xvfb":
-        keep_screen()
+    choice = screen_choice()
+    if choice in (XVFB, EGL):
+        provide_screen()
         return
     if not is_headless():
         return
     mujoco = "mujoco" in entry_point
-    if mujoco and choice == "auto" and os.environ.get("MUJOCO_GL") == "glfw":  # an explicit choice that needs a display
+    if mujoco and choice == AUTO and os.environ.get("MUJOCO_GL") == "glfw":  # an explicit choice that needs a display
         keep_screen()
         return
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a display and complain
     if mujoco and not os.environ.get("MUJOCO_GL"):
         os.environ["MUJOCO_GL"] = _mujoco_backend(choice)
+
+
+def _use_egl() -> None:
+    global _egl_checked
+    if not _egl_checked:
+        check_egl()
+        _egl_checked = True
+    for name, value in EGL_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def check_egl(environ: Mapping[str, str] | None = None) -> opengl_probe.OpenGL:
+    """Return what EGL draws with here. Raises MissingExtra if it does not work."""
+    probe = opengl_probe.probe_backend("egl", environ)
+    if not probe.works:
+        raise MissingExtra(f"display is egl, and EGL does not work here: {probe.why or 'libEGL is not installed'}.", APT_EGL)
+    return probe
 
 
 def _mujoco_backend(choice: str) -> str:
@@ -87,91 +109,35 @@ def _mujoco_backend(choice: str) -> str:
         if probe.works:
             return name
         failures.append(f"{name}: {probe.why or 'its library cannot be loaded'}")
-    if choice == "auto" and find_xvfb():
+    if choice == AUTO and find_xvfb():
         keep_screen()
         return "glfw"
-    raise MissingExtra(f"MuJoCo cannot render: there is no display, and {'; '.join(failures)}.", f"{_APT}; or {_APT_XVFB}")
+    raise MissingExtra(f"MuJoCo cannot render: there is no display, and {'; '.join(failures)}.", f"{_APT}; or {APT_XVFB}")
 
 
-# -- a private display -----------------------------------------------------------------------------------------------------
+def keep_screen() -> PrivateScreen:
+    """Return the private display of this process and its children, which lasts until the process ends.
 
-
-class PrivateScreen:
-    """An Xvfb with its own authority file. It ends with `close` or with this process, however that ends.
-
-    Raises MissingExtra if Xvfb is not installed, WorkerFailed if it does not start.
+    It is started if there is none, or if it has ended. A forked copy of the process uses that of its parent.
     """
-
-    def __init__(self, size: str = SIZE) -> None:
-        xvfb = find_xvfb()
-        if xvfb is None:
-            raise MissingExtra("A game needs a display; there is none, and Xvfb is not installed.", _APT_XVFB)
-        self._directory = TempDir(Path(tempfile.gettempdir()))
-        self.authority, errors = self._directory.path / "authority", self._directory.path / "log"
-        with open_new(self.authority, 0o600) as file:
-            file.write(x11.wildcard_authority(secrets.token_bytes(16)))
-        # It writes its display number to the descriptor 1.
-        command = [xvfb, "-displayfd", "1", "-screen", "0", size, "-nolisten", "tcp", "-auth", str(self.authority), "-noreset"]
-        with open(errors, "wb") as log:
-            self._command = GuardedCommand(
-                command, grace_s=_END_S, remove=[self._directory.path], stdout=subprocess.PIPE, stderr=log
-            )
-        number = None
-        try:
-            with contextlib.suppress(TimeoutError):
-                assert self._command.guard.stdout is not None
-                number = LineReader(self._command.guard.stdout.fileno()).read_line(_START_S)
-            if number is None:
-                why = _last_error(errors) or "it did not report its display number"
-                raise WorkerFailed(f"Xvfb did not start: {why}.", f"Reinstall it: {_APT_XVFB}")
-        finally:
-            if number is None:
-                self.close()
-        self.display = f":{int(number)}"
-
-    def variables(self) -> dict[str, str]:
-        """Environment variables for a process that renders on it."""
-        return {x11.DISPLAY: self.display, x11.AUTHORITY: str(self.authority)}
-
-    def close(self) -> None:
-        """Does nothing in a fork of the process that made it."""
-        if self._command.is_owner():
-            self._command.close()
-            self._directory.close()
-
-    def __enter__(self) -> PrivateScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@contextlib.contextmanager
-def screen(choice: str = "", size: str = SIZE, environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Yield the environment variables of a usable display: empty if there is one already, else those of a private one.
-
-    `choice` overrides LUDUS_SCREEN. The private display ends with the block. Raises MissingExtra, WorkerFailed.
-    """
-    environ = os.environ if environ is None else environ
-    wanted = screen_choice({SCREEN: choice} if choice else environ)
-    if wanted == "none" or (wanted == "auto" and not is_headless(environ)):
-        yield {}
-        return
-    with PrivateScreen(size) as private:
-        yield private.variables()
-
-
-def keep_screen() -> None:
-    """Start a private display for this process and its children until it ends. Further calls do nothing."""
     with _lock:
-        if _process_screen and _process_screen[0].display == os.environ.get(x11.DISPLAY):  # also true in a forked copy
-            return
+        if _process_screen:
+            current = _process_screen[0]
+            if current.display == os.environ.get(x11.DISPLAY) and not x11.connection_error(current.variables()):
+                return current
+            current.close()
         private = PrivateScreen()
         _process_screen[:] = [private]
         atexit.register(private.close)
         os.environ.update(private.variables())
-        if os.environ.get("SDL_VIDEODRIVER") == "dummy":
-            del os.environ["SDL_VIDEODRIVER"]
+        _forget_dummy_driver(os.environ)
+        return private
+
+
+def _forget_dummy_driver(environment: MutableMapping[str, str]) -> None:
+    """Let SDL draw on the screen; the variable was set while there was none."""
+    if environment.get("SDL_VIDEODRIVER") == "dummy":
+        del environment["SDL_VIDEODRIVER"]
 
 
 def end_screen() -> None:
@@ -182,27 +148,45 @@ def end_screen() -> None:
         _process_screen.clear()
 
 
-def find_xvfb() -> str | None:
-    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
-        return None
-    return shutil.which("Xvfb") or shutil.which("Xvfb", path="/usr/bin:/usr/local/bin:/usr/X11R6/bin:/opt/X11/bin")
+# -- games that Ludus starts ------------------------------------------------------------------------------------------------
 
 
-def _last_error(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")[:300]
+def needs_private_screen(choice: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a game gets a private display."""
+    return choice == XVFB or (choice == AUTO and is_headless(environ))
 
 
-def screen_choice(environ: Mapping[str, str]) -> str:
-    """Return one of CHOICES. Raises ConfigError."""
-    choice = environ.get(SCREEN) or "auto"
-    if choice not in CHOICES:
-        raise ConfigError(f"{SCREEN}={choice!r} is not valid.", f"Use one of: {', '.join(CHOICES)}.")
-    return choice
+def game_environment(choice: str, base: Mapping[str, str], private: PrivateScreen | None) -> dict[str, str]:
+    """Return the environment of a game: with its private display, or with that of `base`, or with none for `egl` and `none`."""
+    environment = dict(base)
+    if private is not None:
+        environment |= private.variables()
+        environment.pop(WAYLAND, None)
+        _forget_dummy_driver(environment)
+    elif choice in (EGL, NONE):
+        for name in (x11.DISPLAY, x11.AUTHORITY, WAYLAND):
+            environment.pop(name, None)
+        if choice == EGL:
+            environment = {**EGL_VARIABLES, **environment}
+    return environment
+
+
+@contextlib.contextmanager
+def screen(choice: str = "", size: str = SIZE, environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """Yield the environment variables of a usable display: empty if there is one already, else those of a private one.
+
+    `choice` overrides `config.display` and LUDUS_SCREEN. The private display ends with the block. Raises MissingExtra, WorkerFailed.
+    """
+    environ = os.environ if environ is None else environ
+    if not needs_private_screen(screen_choice({SCREEN: choice} if choice else environ), environ):
+        yield {}
+        return
+    with PrivateScreen(size) as private:
+        yield private.variables()
 
 
 def _wayland_answers(environ: Mapping[str, str]) -> bool:
-    name, home = environ.get("WAYLAND_DISPLAY"), environ.get("XDG_RUNTIME_DIR", "")
+    name, home = environ.get(WAYLAND), environ.get("XDG_RUNTIME_DIR", "")
     if not name:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -30,13 +30,17 @@ _GL_RENDERER, _GL_VERSION, _GL_RGBA, _GL_UNSIGNED_BYTE = 0x1F01, 0x1F02, 0x1908,
 
 @dataclass(frozen=True)
 class OpenGL:
-    """Result of a probe. `missing`: the library is not installed. `why`: it is installed and does not work."""
+    """Result of a probe. `missing`: the library is not installed. `why`: it is installed and does not work.
+
+    `core`: version of a core profile, which engines use; empty if there is none of 3.2 or newer.
+    """
 
     way: str
     version: str = ""
     renderer: str = ""
     missing: bool = False
     why: str = ""
+    core: str = ""
 
     @property
     def works(self) -> bool:
@@ -44,7 +48,8 @@ class OpenGL:
 
     @property
     def number(self) -> tuple[int, int]:
-        matched = re.match(r"\D*(\d+)\.(\d+)", self.version)
+        """Of the core profile if there is one, else of the compatible one, which may be older."""
+        matched = re.match(r"\D*(\d+)\.(\d+)", self.core or self.version)
         return (int(matched[1]), int(matched[2])) if matched else (0, 0)
 
     @property
@@ -82,6 +87,10 @@ class _ProbeFailed(Exception):
     pass
 
 
+CORE_VERSIONS = ((4, 5), (4, 1), (3, 3), (3, 2))
+"""Core profiles in the order in which they are tried."""
+
+
 def _library(way: str) -> Any:
     name, usual = BACKENDS[way]
     for candidate in (usual, ctypes.util.find_library(name)):
@@ -102,7 +111,7 @@ def _strings(get_string: Any) -> tuple[str, str]:
     return version.decode(errors="replace"), (renderer or b"").decode(errors="replace")
 
 
-def _egl(library: Any) -> tuple[str, str]:
+def _egl(library: Any) -> tuple[str, str, str]:
     """Try the devices that the driver lists, as MuJoCo does, then a surfaceless display."""
     address = library.eglGetProcAddress
     address.restype, address.argtypes = c_void_p, [c_char_p]
@@ -133,7 +142,7 @@ def _egl_displays(library: Any, address: Any) -> list[int]:
     return [*found, library.eglGetDisplay(None)]
 
 
-def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
+def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str, str]:
     for name in ("eglCreateContext", "eglCreatePbufferSurface"):
         getattr(library, name).restype = c_void_p
     library.eglBindAPI(0x30A2)  # OpenGL
@@ -154,14 +163,21 @@ def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
     get_string = address(b"glGetString")
     if not get_string:
         raise _ProbeFailed("EGL has no glGetString")
-    return _strings(ctypes.CFUNCTYPE(c_char_p, c_uint)(get_string))
+    strings = ctypes.CFUNCTYPE(c_char_p, c_uint)(get_string)
+    version, renderer = _strings(strings)
+    for major, minor in CORE_VERSIONS:
+        attributes = _ints(0x3098, major, 0x30FB, minor, 0x30FD, 0x0001, 0x3038)  # EGL_CONTEXT_…: version, core profile; end
+        core = library.eglCreateContext(display, config, None, attributes)
+        if core and library.eglMakeCurrent(display, surface, surface, core):
+            return version, renderer, _strings(strings)[0]
+    return version, renderer, ""
 
 
 def _ints(*values: int) -> Any:
     return (c_int * len(values))(*values)
 
 
-def _osmesa(library: Any) -> tuple[str, str]:
+def _osmesa(library: Any) -> tuple[str, str, str]:
     create = library.OSMesaCreateContextExt
     create.restype, create.argtypes = c_void_p, [c_uint, c_int, c_int, c_int, c_void_p]
     context = create(_GL_RGBA, 24, 8, 0, None)
@@ -171,10 +187,10 @@ def _osmesa(library: Any) -> tuple[str, str]:
     picture = ctypes.create_string_buffer(8 * 8 * 4)
     if not library.OSMesaMakeCurrent(context, picture, _GL_UNSIGNED_BYTE, 8, 8):
         raise _ProbeFailed("OSMesaMakeCurrent failed")
-    return _strings(library.glGetString)
+    return *_strings(library.glGetString), ""
 
 
-def _glx(library: Any) -> tuple[str, str]:
+def _glx(library: Any) -> tuple[str, str, str]:
     try:
         x11: Any = ctypes.CDLL("libX11.so.6")
     except OSError as error:
@@ -200,7 +216,32 @@ def _glx(library: Any) -> tuple[str, str]:
     library.glXMakeCurrent.argtypes = [c_void_p, c_ulong, c_void_p]
     if not library.glXMakeCurrent(display, window, context):
         raise _ProbeFailed("glXMakeCurrent failed")
-    return _strings(library.glGetString)
+    version, renderer = _strings(library.glGetString)
+    return version, renderer, _glx_core(library, x11, display, window)
+
+
+def _glx_core(library: Any, x11: Any, display: int, window: int) -> str:
+    """Version of the newest core profile that a context can be created for."""
+    find, choose = library.glXGetProcAddressARB, library.glXChooseFBConfig
+    find.restype, find.argtypes = c_void_p, [c_char_p]
+    choose.restype, choose.argtypes = POINTER(c_void_p), [c_void_p, c_int, c_void_p, POINTER(c_int)]
+    address, count = find(b"glXCreateContextAttribsARB"), c_int()
+    configs = choose(display, 0, _ints(0x8010, 0x0001, 0), byref(count))  # GLX_DRAWABLE_TYPE: window
+    if not address or not configs or not count.value:
+        return ""
+    # A version that the driver lacks is an X error, and Xlib's own handler would end the process.
+    ignore = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(lambda *_: 0)
+    x11.XSetErrorHandler.argtypes = [c_void_p]
+    x11.XSetErrorHandler(ctypes.cast(ignore, c_void_p))
+    x11.XSync.argtypes = [c_void_p, c_int]
+    create = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p)(address)
+    for major, minor in CORE_VERSIONS:
+        attributes = _ints(0x2091, major, 0x2092, minor, 0x9126, 0x0001, 0)  # GLX_CONTEXT_…: version, core profile
+        context = create(display, configs[0], None, 1, attributes)
+        x11.XSync(display, 0)
+        if context and library.glXMakeCurrent(display, window, context):
+            return _strings(library.glGetString)[0]
+    return ""
 
 
 def _probe_here(way: str) -> OpenGL:
@@ -208,10 +249,10 @@ def _probe_here(way: str) -> OpenGL:
         library = _library(way)
         if library is None:
             return OpenGL(way, missing=True)
-        version, renderer = {"egl": _egl, "osmesa": _osmesa, "glx": _glx}[way](library)
+        version, renderer, core = {"egl": _egl, "osmesa": _osmesa, "glx": _glx}[way](library)
     except (_ProbeFailed, AttributeError) as failed:  # AttributeError: the library lacks a function
         return OpenGL(way, why=str(failed))
-    return OpenGL(way, version, renderer)
+    return OpenGL(way, version, renderer, core=core)
 
 
 if __name__ == "__main__":

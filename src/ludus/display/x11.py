@@ -43,6 +43,11 @@ class AuthorityEntry:
     data: bytes
 
 
+def socket_path(number: int) -> Path:
+    """The socket of a local X server."""
+    return Path(f"{_SOCKETS}/X{number}")
+
+
 def parse_display(display: str) -> DisplayAddress | None:
     """Parse the value of DISPLAY; return None if it is not a display name."""
     matched = _DISPLAY.fullmatch(display.strip())
@@ -100,7 +105,7 @@ def wildcard_authority(cookie: bytes) -> bytes:
 def _connect(address: DisplayAddress, timeout_s: float) -> socket.socket:
     if address.host:
         return socket.create_connection((address.host.strip("[]"), 6000 + address.number), timeout_s)
-    path = f"{_SOCKETS}/X{address.number}"
+    path = str(socket_path(address.number))
     for name in (f"\0{path}", path):  # in a container only one of them may be reachable
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
@@ -140,19 +145,49 @@ def _ipv4_bytes(host: str) -> bytes:
 
 
 def _handshake(connection: socket.socket, cookie: bytes) -> str:
+    """Return why the server refuses; empty if it accepts."""
+    send_setup(connection, cookie)
+    return _refusal(connection, receive(connection, 8))
+
+
+def send_setup(connection: socket.socket, cookie: bytes) -> None:
     name = COOKIE if cookie else b""
     head = struct.pack("<cxHHHHxx", b"l", 11, 0, len(name), len(cookie))
     connection.sendall(head + _pad(name) + _pad(cookie))
-    answer = b""
-    while len(answer) < 8:
-        more = connection.recv(8 - len(answer))
-        if not more:
-            return "the X server closed the connection"
-        answer += more
+
+
+def _refusal(connection: socket.socket, answer: bytes) -> str:
+    if len(answer) < 8:
+        return "the X server closed the connection"
     if answer[0] == _ACCEPTED:
         return ""
     reason = connection.recv(answer[1]) if answer[0] == 0 else b""
     return f"the X server refuses the connection: {reason.decode('latin-1').strip() or 'it requires authentication'}"
+
+
+def open_connection(environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> tuple[socket.socket, bytes]:
+    """Connect to the server of DISPLAY; return the connection and the data of its setup reply. Raises OSError."""
+    address = parse_display(environ.get(DISPLAY, ""))
+    if address is None:
+        raise OSError(f"{DISPLAY}={environ.get(DISPLAY, '')} is not a display name")
+    connection = _connect(address, timeout_s)
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        send_setup(connection, _cookie(address, environ))
+        head = receive(connection, 8)
+        if why := _refusal(connection, head):
+            raise OSError(why)
+        setup = receive(connection, 4 * struct.unpack_from("<H", head, 6)[0])
+        undo.pop_all()
+    return connection, setup
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Read `size` bytes, or fewer if the server closes the connection."""
+    data = bytearray()
+    while len(data) < size and (more := connection.recv(size - len(data))):
+        data += more
+    return bytes(data)
 
 
 def _pad(data: bytes) -> bytes:

@@ -14,6 +14,7 @@ from ludus.core.types import SegmentSpec
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.distributed.match_blocks import MatchSamplingPlan
 from ludus.envs.wrappers import WrapperList
+from ludus.process.screen_choice import AUTO
 from ludus.process.workers.supervisor import WorkerRestart
 from ludus.sampling.sampler import VersionClock
 from ludus.transport.shared_memory import BlockLayout, BlockLayouts
@@ -55,6 +56,8 @@ class SamplingPlan:
     clock: VersionClock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: WrapperList = ()
+    display: str = AUTO
+    """Screen of the environments, as `config.display`."""
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
     """The code of `env`, if it is a function of the user's script."""
     matches: MatchSamplingPlan | None = None

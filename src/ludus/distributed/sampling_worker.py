@@ -18,6 +18,7 @@ from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import SharedWeightsReader
+from ludus.process import screen_choice
 from ludus.process.host import keep_freed_memory
 from ludus.process.workers.supervisor import Context
 from ludus.sampling.multi_agent.vector_copies import make_copies
@@ -33,6 +34,7 @@ def sample(context: Context, plan: SamplingPlan, index: int, begin: int, directo
     """Sample block after block, from number `begin` on."""
     torch.set_num_threads(1)
     keep_freed_memory()
+    screen_choice.configure(plan.display)
     plan.code_bundle.unpack()
     with contextlib.closing(SharedWriter(ring_path(directory, index), plan.layouts, wakeup)) as writer:
         reader = SharedWeightsReader(directory / WEIGHTS)

@@ -35,6 +35,7 @@ from ludus.envs.matches import pettingzoo_atari
 from ludus.envs.preprocessing import drop_parts, known_parts
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
+from ludus.process.screen_choice import EGL, XVFB, screen_choice
 
 if TYPE_CHECKING:
     from ludus.envs.matches.vector_multi_agent import VectorMatches, VectorMultiAgentEnv
@@ -242,6 +243,7 @@ def make_match(
     PettingZoo's parallel version is preferred if both exist. Raises UnknownName, MissingExtra, EnvironmentFault; ConfigError for
     settings of `preprocess` that do not apply.
     """
+    _provide_screen()
     match = _make_plain_match(name, env_config, render_mode, wrappers, (preprocess and preprocess.drop) or ())
     if preprocess is None:
         return match
@@ -252,6 +254,13 @@ def make_match(
         wrapped = preprocess_match(match, preprocess)
         made.pop_all()
     return wrapped
+
+
+def _provide_screen() -> None:
+    if screen_choice() in (XVFB, EGL):
+        from ludus.display import headless
+
+        headless.provide_screen()
 
 
 def _make_plain_match(
@@ -299,6 +308,7 @@ def make_vector_matches(
 
     if name.partition("/")[0] in FAMILIES:
         return None
+    _provide_screen()
     factory = _load_factory(name)
     if not makes_vector_matches(factory):
         return None

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_env, p
 from ludus.envs.registry import accepts, call_factory, factory_of, makes_vector_env, spec_of, takes_mapping, version_notice
 from ludus.envs.wrappers import WrapperList, load_wrappers
 from ludus.errors import ConfigError, EnvironmentFault
+from ludus.process.screen_choice import AUTO, EGL, XVFB, configure, screen_choice
 
 if TYPE_CHECKING:
     from ludus.envs.opponents.opponent_rows import ChooseScript
@@ -239,6 +239,7 @@ def make_as_trained(
     taken_over = {key: value for key, value in config.get("env_config", {}).items() if key not in left_out}
     keywords = {**taken_over, **(env_config or {})}
     preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
+    configure(config.get("display", AUTO))
     one = make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
     return without_central_state(one) if (config.get("model") or {}).get("centralized_value") else one
 
@@ -304,7 +305,7 @@ class _EnvBuilder:
     ) -> None:
         self.name, self.config, self.preprocess = name, dict(config or {}), preprocess
         self.wrappers, self.vector_wrappers = load_wrappers(wrappers)
-        if os.environ.get("LUDUS_SCREEN"):
+        if screen_choice() in (XVFB, EGL):
             from ludus.display import headless
 
             headless.provide_screen()

@@ -16,6 +16,7 @@ from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.validation import validate
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.devices import learner_device, parse_device
+from ludus.process import screen_choice
 from ludus.process.job_env import JobEnv
 
 DEFAULT_TIMESTEPS = 1_000_000
@@ -78,6 +79,7 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
     experiment = check_experiment(parsed.reading)
     experiment = experiment.model_copy(update={"env": current_name(experiment.env).name})
     external = experiment.env == EXTERNAL
+    screen_choice.configure(parsed.config_reading.data.get("display", screen_choice.AUTO))
     algorithm = validate.algorithm_of(experiment.run)
     multi_agent = parsed.is_multi_agent
     if not external and not multi_agent:

@@ -31,6 +31,7 @@ from ludus.experiments.runs.remote_runs import fetch, is_remote
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
 from ludus.experiments.runs.run_status import StatusWriter, status_fields
+from ludus.process import screen_choice
 from ludus.process.host import keep_freed_memory
 from ludus.process.signals import stop_on_signals
 
@@ -132,6 +133,7 @@ def assemble_run(prepared: PreparedRun, hooks: RunHooks | None = None) -> Iterat
     """Make the components of a run in this process, restored from its checkpoint; close all of them at the end."""
     hooks = hooks or RunHooks()
     resolved = prepared.resolved
+    screen_choice.configure(resolved.config.display)
     keep_freed_memory()
     threads = torch.get_num_threads()
     warnings = gap_sinks(resolved.experiment.env, resolved.config, hooks.announce)

@@ -41,6 +41,9 @@ def doctor(
         str | None, _run(help="Environment to create, reset and step; its threads are counted.", metavar="NAME")
     ] = None,
     game: Annotated[str | None, _run(help="Game executable that must be able to run; it is not run.", metavar="PATH")] = None,
+    display: Annotated[
+        str | None, _run(help="Screen of environments, as `display` of the config.", metavar="auto|xvfb|egl|none")
+    ] = None,
     local_dir: Annotated[Path, _run(help="Directory for runs.")] = Path("runs"),
     port: Annotated[list[int] | None, _run(help="Port that must be free; repeatable.", min=1, max=65535)] = None,
     nodes: Annotated[int | None, _machines(help="Nodes of a Slurm job, or number of listed machines to use.", min=1)] = None,
@@ -71,7 +74,7 @@ def doctor(
     from ludus.launch.doctor.runner import DoctorRun, run_in_allocation
 
     request = DoctorRequest(
-        workers=num_workers, env=env or "", game=game or "", memory=memory or "", store=store or "", local_dir=str(local_dir),
+        workers=num_workers, env=env or "", game=game or "", display=display or "", memory=memory or "", store=store or "", local_dir=str(local_dir),
         ports=tuple(port or ()), quick=quick,
     )  # fmt: skip
     options = {
@@ -83,7 +86,7 @@ def doctor(
     target = _target(file, options)
     if target is not None and target.on == "slurm" and time is not None and not quick and _needs_allocation():
         again = {
-            **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game,
+            **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game, "display": display,
             "local-dir": local_dir, "port": port, "timeout": timeout,
         }  # fmt: skip
         found = run_in_allocation(target, _words(again), os.environ, timeout)

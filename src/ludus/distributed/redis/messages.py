@@ -15,6 +15,7 @@ from typing import Any
 
 import ludus
 from ludus.errors import Damaged, IncompatibleCheckpoint
+from ludus.process.screen_choice import AUTO
 from ludus.storage.safe_read import parse_json
 
 PROTOCOL = 2
@@ -51,6 +52,7 @@ class WorkerSpec:
     explore: bool = True
     forgiving: bool = False
     device: str = "cpu"
+    display: str = AUTO
     self_play: Mapping[str, Any] = field(default_factory=dict)
     matches: Mapping[str, Any] | None = None
     """Of environments with several agents: `MatchSpec`; None with one agent."""

@@ -57,6 +57,7 @@ from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import PolicySource
+from ludus.process import screen_choice
 from ludus.process.host import keep_freed_memory
 from ludus.process.signals import stop_on_signals
 from ludus.process.workers.supervisor import FINAL_STATES, Context, Supervisor, WorkerRestart
@@ -226,6 +227,7 @@ class FleetWorker:
                 raise
 
     def _make_environments(self, spec: WorkerSpec) -> Environments | MatchCopies:
+        screen_choice.configure(spec.display)
         if spec.matches is not None:
             return make_copies(
                 spec.env, spec.num_envs, spec.env_config, wrappers=spec.wrappers, preprocess=PreprocessConfig(**spec.preprocess),

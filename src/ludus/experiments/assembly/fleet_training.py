@@ -86,6 +86,7 @@ def worker_spec(prepared: PreparedRun, policy: Policy, run: Run, blocks: int) ->
         env_config=config.env_config,
         preprocess=config.preprocess.model_dump(mode="json"),
         wrappers=tuple(config.wrappers),
+        display=config.display,
         num_envs=config.num_envs_per_worker,
         steps=config.steps,
         description=policy.description(),

@@ -216,6 +216,7 @@ def _make_plan(
         explore=config.evaluation_config.explore,
         seed=config.seed,
         forgiving=config.restart_failed_sub_environments,
+        display=config.display,
         videos=min(config.evaluation_video, config.evaluation_duration),
     )
 

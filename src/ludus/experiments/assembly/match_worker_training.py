@@ -117,6 +117,7 @@ def make_plan(
         env_config=config.env_config,
         preprocess=config.preprocess,
         wrappers=config.wrappers,
+        display=config.display,
         num_envs=config.num_envs_per_worker,
         description={},
         spec=matches.specs[0],

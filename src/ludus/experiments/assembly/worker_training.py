@@ -145,6 +145,7 @@ def make_plan(
         env_config=training_env_config(env, config.env_config, config.self_play),
         preprocess=config.preprocess,
         wrappers=config.wrappers,
+        display=config.display,
         num_envs=shape.num,
         description=policy.description(),
         spec=segment_spec(policy, shape, config.steps),

@@ -24,6 +24,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
+from ludus.process.screen_choice import AUTO
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, play, preserve_random_state
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class EvaluationPlan:
     seed: int
     forgiving: bool
     device: str
+    display: str = AUTO
     group: int = 1
     """Rows that form one side of a match; they play the same number of episodes."""
     videos: int = 0
@@ -89,7 +91,7 @@ class EvaluationPlan:
         from ludus.experiments.evaluation.rollout import RolloutSpec
 
         return RolloutSpec(
-            self.env, self.env, {}, env_config=self.env_config, preprocess=self.preprocess, wrappers=self.wrappers,
+            self.env, self.env, {}, env_config=self.env_config, preprocess=self.preprocess, wrappers=self.wrappers, display=self.display,
             deterministic=not self.explore, recorded_episodes=self.videos,
         )  # fmt: skip
 
@@ -244,6 +246,7 @@ def _make_plan(env: str, config: AlgorithmConfig, policy: Policy, rows_info: Row
         explore=section.explore,
         seed=config.seed,
         forgiving=config.restart_failed_sub_environments,
+        display=config.display,
         device=config.inference_device if not config.evaluation_num_workers else "cpu",
         group=rows_info.group,
         videos=min(config.evaluation_video, config.evaluation_duration),

@@ -24,6 +24,7 @@ from ludus.experiments.evaluation.evaluation_video import RecordedVideos, VideoR
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.models.weights import serialization
+from ludus.process import screen_choice
 from ludus.process.workers.supervisor import Context, WorkerRestart
 from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score
@@ -187,6 +188,7 @@ class EvaluationPlayer:
 
     def __init__(self, context: Context, plan: EvaluationPlan, bundle: CodeBundle) -> None:
         torch.set_num_threads(1)
+        screen_choice.configure(plan.display)
         bundle.unpack()
         self._context, self._plan, self._policy = context, plan, plan.policy()
         self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one

@@ -31,6 +31,8 @@ from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import FixedSource, PolicySource
+from ludus.process import screen_choice
+from ludus.process.screen_choice import AUTO
 from ludus.process.workers.supervisor import Context
 from ludus.sampling.episode_runner import EpisodePlan, Score, episode_quota, episode_step_limit, preserve_random_state
 from ludus.sampling.multi_agent.copies import MatchCopies
@@ -90,6 +92,7 @@ class MatchEvaluationPlan:
     explore: bool
     seed: int
     forgiving: bool
+    display: str = AUTO
     videos: int = 0
     """Number of first matches of which videos are recorded."""
     opponent: OpponentDescription | None = None
@@ -270,6 +273,7 @@ class MatchEvaluationPlayer:
 
     def __init__(self, context: Context, plan: MatchEvaluationPlan, bundle: CodeBundle) -> None:
         torch.set_num_threads(1)
+        screen_choice.configure(plan.display)
         bundle.unpack()
         self._context, self._plan = context, plan
         self._policies = {model: serialization.policy_from(described) for model, described in plan.descriptions.items()}

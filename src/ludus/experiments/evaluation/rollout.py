@@ -54,6 +54,8 @@ from ludus.experiments.runs.run_agent import RunAgent
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
+from ludus.process import screen_choice
+from ludus.process.screen_choice import AUTO
 from ludus.process.workers.supervisor import Context
 from ludus.process.workers.task_pool import TaskPool
 from ludus.sampling.episode_runner import Score, episode_step_limit
@@ -140,6 +142,7 @@ class RolloutSpec:
     env_config: Mapping[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: WrapperList = ()
+    display: str = AUTO
     seed: int = 0
     deterministic: bool = True
     steps: bool = False
@@ -244,6 +247,7 @@ def _make_spec(
         env_config={**settings.get("env_config", {}), **(env_config or {})},
         preprocess=preprocess_of(settings),
         wrappers=wrappers,
+        display=settings.get("display", AUTO),
         code_bundle=CodeBundle.of(name, *wrapper_names(wrappers), models=custom),
         **options,
     )
@@ -251,6 +255,7 @@ def _make_spec(
 
 def make_player(stage: RolloutSpec) -> EpisodePlayer:
     """Raises EnvironmentFault, IncompatibleCheckpoint, UsageError if the agents do not fit the environment."""
+    screen_choice.configure(stage.display)
     return SingleAgentPlayer(stage) if stage.cast is None else MultiAgentPlayer(stage, stage.cast)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ludus.display import headless
+from ludus.display import private_screen
 from ludus.errors import LudusError
 from ludus.launch.doctor.checks import (
     directories,
@@ -36,6 +36,7 @@ from ludus.launch.doctor.requirements import ResourceNeeds
 from ludus.launch.ray_role import block_size
 from ludus.process.cgroups import Cgroups, find_cgroups, read_memory
 from ludus.process.job_env import PORTS
+from ludus.process.screen_choice import SCREEN
 
 CHECK_S = 20.0
 """Time limit of all checks except the environment's smoke test."""
@@ -53,6 +54,7 @@ class DoctorRequest:
     workers: int | None = None
     env: str = ""
     game: str = ""
+    display: str = ""
     memory: str = field(default="", repr=False)
     store: str = ""
     local_dir: str = "runs"
@@ -90,11 +92,11 @@ class DoctorReport:
 
 def run_local_checks(request: DoctorRequest) -> DoctorReport:
     """Run all checks. Does not raise: a check that fails to run is a finding too."""
-    installed, environ, groups = versions.inspect_versions(), dict(os.environ), find_cgroups()
+    installed, environ, groups = versions.inspect_versions(), _environment(request), find_cgroups()
     cores = limits.inspect_cores(groups)
     smoke_test = None
     if request.env and not request.quick:
-        smoke_test = CheckThread("environment", lambda: env_smoke_test.run_smoke_test(request.env))
+        smoke_test = CheckThread("environment", lambda: env_smoke_test.run_smoke_test(request.env, environ))
     threads = [CheckThread(name, check) for name, check in _checks(request, installed, environ, cores.whole).items()]
     token = CheckThread("token", lambda: token_file.fingerprint(environ, request.key) if request.key else "")
     findings = versions.check_versions(installed, ray=request.ray, launcher=request.launcher)
@@ -115,6 +117,11 @@ def run_local_checks(request: DoctorRequest) -> DoctorReport:
     fingerprint = token.result(end - time.monotonic())
     redacted = tuple(redact_secrets(finding, secrets) for finding in findings)
     return DoctorReport(redacted, installed, fingerprint if isinstance(fingerprint, str) else "")
+
+
+def _environment(request: DoctorRequest) -> dict[str, str]:
+    """The variables that the run would have here: LUDUS_SCREEN overrides the display of the request."""
+    return {**({SCREEN: request.display} if request.display else {}), **os.environ}
 
 
 def _check_limits(
@@ -152,7 +159,7 @@ def _checks(request: DoctorRequest, installed: Mapping[str, str], environ: Mappi
         checks["game"] = lambda: [executable.check_executable(Path(request.game).expanduser())]
     if not request.launcher:
         draws = bool(request.game) or "mujoco" in request.env.lower()
-        checks["screen"] = lambda: graphics.check_choice(environ, xvfb=headless.find_xvfb() is not None)
+        checks["display"] = lambda: graphics.check_choice(environ, xvfb=private_screen.find_xvfb() is not None)
         checks["graphics"] = lambda: graphics.check_graphics(graphics.inspect_graphics(), needed=draws, window=bool(request.game))
     if request.quick:
         for name in checks.keys() & {"memory server", "store", "graphics", "gpu"}:  # they depend on other programs and servers

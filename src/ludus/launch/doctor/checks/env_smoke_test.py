@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from ludus.core import trust
 from ludus.core.formatting import format_bytes
-from ludus.display import headless
+from ludus.display import headless, private_screen
 from ludus.errors import LudusError
 from ludus.io.atomic_file import replace_json
 from ludus.launch.doctor.finding import DoctorFinding, failure, format_count, ok, skip, warning
@@ -57,7 +57,7 @@ def run_smoke_test(env: str, environ: Mapping[str, str] | None = None, timeout_s
     environ = dict(os.environ if environ is None else environ)
     end = time.monotonic() + timeout_s
     first = _run_once(env, environ, timeout_s)
-    if not first.why or first.skipped or headless.find_xvfb() is None:
+    if not first.why or first.skipped or private_screen.find_xvfb() is None:
         return first
     with contextlib.suppress(LudusError), headless.screen(environ=environ) as variables:
         if not variables:  # there is a screen, or none is wanted: it is not the cause
@@ -95,7 +95,11 @@ def check_smoke_test(result: SmokeTest) -> DoctorFinding:
         takes += f", {result.processes} process{'es' if result.processes > 1 else ''}"
     text = f"{result.env}: created, reset and stepped in {result.seconds:.1f} s; one takes {takes}"
     if result.private_screen:
-        return warning("environment", f"{text}; it needs a screen, and works with a private Xvfb", "export LUDUS_SCREEN=xvfb")
+        return warning(
+            "environment",
+            f"{text}; it needs a screen, and works with a private Xvfb",
+            "display: xvfb in config, or export LUDUS_SCREEN=xvfb",
+        )
     return ok("environment", text)
 
 
