@@ -46,6 +46,7 @@ _PETTINGZOO_FAMILIES = ("mpe2", "pettingzoo")
 _MATCH_FAMILIES = {
     "godot_rl": "ludus.envs.godot_rl.match:GodotMatch",
     "openspiel": "ludus.envs.openspiel:OpenSpielMatch",
+    "unity": "ludus.envs.unity.match:UnityMatch",
 }
 """Families with their own kind of match: name → function (name, env_config, render_mode) that makes it.
 

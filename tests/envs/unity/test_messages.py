@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("google.protobuf")
-pytest.importorskip("grpc")
 
 from ludus.envs.unity.messages import PNG, QUIT, SHUT_DOWN, UnityMessage
 

@@ -17,7 +17,7 @@ from ludus.errors import MissingExtra
 try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ModuleNotFoundError as error:
-    raise MissingExtra("Unity players need protobuf and grpcio.", "pip install 'ludus[unity]'") from error
+    raise MissingExtra("Unity players need protobuf.", "pip install 'ludus[unity]'") from error
 
 METHOD = "/communicator_objects.UnityToExternalProto/Exchange"
 STEP, RESET, QUIT = 0, 1, 2

@@ -1,0 +1,293 @@
+"""A Unity scene as an environment with several agents: `env: unity`.
+
+An agent of the scene gets a new id with every episode. Here it takes a *slot*, `Striker_blue_0`, which is free again when the episode
+ends: slots are the agents that policies are assigned to. A scene goes on after an episode, so a match has no end of its own. It is
+over when all agents that took part have ended an episode; agents that are in another one by then continue it in the next match.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+
+from ludus.core.tree import Tree
+from ludus.envs.pettingzoo import MAX_IDLE_STEPS, MAX_REWARD, AgentSpaces, Departure, MatchStep, Turn
+from ludus.envs.unity.behaviors import Behavior
+from ludus.envs.unity.player import UnityPlayer, find_executable
+from ludus.envs.unity.unity_config import UnityConfig, parse_unity_config
+from ludus.errors import ConfigError, EnvironmentFault, UnknownName
+
+log = logging.getLogger(__name__)
+
+FAMILY = "unity"
+
+_MAX_LAYOUTS = 16
+
+
+@dataclass(frozen=True)
+class SceneLayout:
+    """The behaviours of a scene, sorted by their full names, and the slots of each."""
+
+    behaviors: Mapping[str, Behavior]
+    slots: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, behaviors: Mapping[str, Behavior], present: Mapping[str, int], config: UnityConfig) -> SceneLayout:
+        """`present`: number of agents by full name. Raises ConfigError for settings that do not fit."""
+        known = {name: behaviors[name] for name in sorted(behaviors)}
+        teams = {behavior.team for behavior in known.values()}
+        if config.teams and not teams <= config.teams.keys():
+            raise ConfigError(
+                f"config.env_config.teams has no name for team {min(teams - config.teams.keys())} of the scene, which has the teams"
+                f" {', '.join(map(str, sorted(teams)))}.",
+                "Name all teams, or leave teams out.",
+            )
+        if isinstance(config.max_agents, dict) and (unknown := config.max_agents.keys() - known.keys()):
+            raise ConfigError(f"config.env_config.max_agents names {min(unknown)!r}.", f"The behaviours are {', '.join(known)}.")
+        by_name = len({behavior.name for behavior in known.values()}) > 1
+        by_team = bool(config.teams) or len(teams) > 1
+        slots = {}
+        for full_name, behavior in known.items():
+            most = config.max_agents.get(full_name) if isinstance(config.max_agents, dict) else config.max_agents
+            parts = [behavior.name] if by_name or not by_team else []
+            parts += [config.teams.get(behavior.team, f"team{behavior.team}")] if by_team else []
+            slots[full_name] = [f"{'_'.join(parts)}_{number}" for number in range(most or present.get(full_name, 0))]
+        return cls(known, slots)
+
+    def agents(self) -> dict[str, AgentSpaces]:
+        """Slot → spaces."""
+        return {
+            slot: AgentSpaces(behavior.observation_space, behavior.action_space, masked=bool(behavior.branches))
+            for full_name, behavior in self.behaviors.items()
+            for slot in self.slots[full_name]
+        }
+
+
+_layouts: OrderedDict[str, SceneLayout] = OrderedDict()
+"""Settings → layout of the scenes that this process has seen: a player starts in seconds, and only its layout may be needed."""
+
+
+def _layout_key(config: UnityConfig) -> str:
+    key: list[Any] = [config.model_dump(mode="json")]
+    if config.file_name is not None:
+        found = find_executable(config.file_name).stat()
+        key += [found.st_ino, found.st_mtime_ns, found.st_size]
+    return json.dumps(key, sort_keys=True)
+
+
+class UnityMatch:
+    """One player, whose matches follow each other. It is started when it is needed: for the layout of an unknown scene, or to play.
+
+    Implements MultiAgentMatch. `render_mode` has no effect.
+    """
+
+    state_space: gym.Space[Any] | None = None
+    metadata: Mapping[str, Any] = {}
+
+    def __init__(self, name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> None:
+        self.check_exists(name)
+        self.name = name
+        self._config = parse_unity_config(env_config or {})
+        self._player: UnityPlayer | None = None
+        self._waiting: Mapping[str, list[Any]] | None = None
+        """Agents of the last message with which the next match begins; None: the scene has to be reset."""
+        self.late_rewards = 0
+        self._slot_of: dict[tuple[str, int], str] = {}  # (behaviour, id) → slot
+        self._free: dict[str, deque[str]] = {}
+        self._order: dict[str, list[str]] = {}  # behaviour → slots in the order in which the player expects their actions
+        self._acted: dict[str, bool] = {}  # slot → whether it has acted in its present episode
+        self._turns: dict[str, Turn] = {}  # slot → its last one
+        self._part: set[str] = set()
+        self._ended: set[str] = set()
+        key = _layout_key(self._config)
+        known = _layouts.get(key)
+        if known is None:
+            try:
+                known = self._read_layout()
+            except BaseException:
+                self.close()
+                raise
+            _layouts[key] = known
+            while len(_layouts) > _MAX_LAYOUTS:
+                _layouts.popitem(last=False)
+        self._layout = known
+        self.agents: Mapping[str, AgentSpaces] = known.agents()
+
+    @staticmethod
+    def check_exists(name: str) -> None:
+        """Raises UnknownName."""
+        if name != FAMILY:
+            raise UnknownName(f"Unknown environment {name!r}.", f"Use env: {FAMILY} and config.env_config.file_name.")
+
+    def _read_layout(self) -> SceneLayout:
+        player = self._start()
+        acting = player.reset()
+        for _ in range(MAX_IDLE_STEPS):
+            if any(not agent.done for agents in acting.values() for agent in agents):
+                break
+            acting = player.step({})
+        else:
+            raise EnvironmentFault(f"No agent of {self.name} has requested a decision in {MAX_IDLE_STEPS} steps after the reset.")
+        present = {name: sum(not agent.done for agent in agents) for name, agents in acting.items()}
+        self._waiting = acting
+        layout = SceneLayout.of(player.behaviors, present, self._config)
+        for full_name, behavior in layout.behaviors.items():
+            sensors = ", ".join(f"{sensor.name or 'unnamed'} {list(sensor.shape)}" for sensor in behavior.sensors)
+            slots = layout.slots[full_name]
+            log.info("%s: behaviour %s, agents %s to %s, sensors %s", self.name, full_name, slots[0], slots[-1], sensors)
+        return layout
+
+    def _start(self) -> UnityPlayer:
+        if self._player is None:
+            self._player = UnityPlayer(self._config, self.name)
+        return self._player
+
+    # -- matches --------------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int) -> MatchStep:
+        """`seed` has no effect: the scene has the seed of its player."""
+        agents, self._waiting = self._waiting, None
+        goes_on = agents is not None
+        if agents is None:
+            agents = self._start().reset()
+            self._check_layout()
+            self._slot_of.clear()
+        if not self._slot_of:
+            self._free = {name: deque(slots) for name, slots in self._layout.slots.items()}
+        self._acted.clear()
+        self._part, self._ended = set(), set()
+        late = self.late_rewards
+        turns = self._read(agents, [])
+        if goes_on:  # these rewards belong to the match before
+            self.late_rewards = late
+        return self._advance(turns, [])
+
+    def step(self, actions: Mapping[str, Any]) -> MatchStep:
+        for slot in actions:
+            self._acted[slot] = True
+        departures: list[Departure] = []
+        turns = self._exchange(actions, departures)
+        return self._advance(turns, departures)
+
+    def truncate(self) -> list[Departure]:
+        departures = []
+        for slot, acted in self._acted.items():
+            if acted:
+                turn = self._turns.get(slot)
+                reward, observation = (0.0, None) if turn is None else (turn.reward, turn.observation)
+                departures.append(Departure(slot, reward, terminated=False, truncated=True, observation=observation))
+        self._acted.clear()
+        return departures
+
+    def _advance(self, turns: list[Turn], departures: list[Departure]) -> MatchStep:
+        """Go on until an agent acts, or the match is over."""
+        for _ in range(MAX_IDLE_STEPS):
+            if self._part and self._part <= self._ended:
+                return self._end(departures)
+            if turns:
+                return MatchStep(turns, departures)
+            turns = self._exchange({}, departures)
+        raise EnvironmentFault(f"No agent of {self.name} has requested a decision for {MAX_IDLE_STEPS} steps.")
+
+    def _end(self, departures: list[Departure]) -> MatchStep:
+        """End the match. Agents in another episode leave it here, and continue the episode in the next match."""
+        assert self._player is not None
+        departures += self.truncate()
+        self._waiting = {name: [agent for agent in agents if not agent.done] for name, agents in self._player.agents.items()}
+        return MatchStep((), departures, over=True)
+
+    def _exchange(self, actions: Mapping[str, Any], departures: list[Departure]) -> list[Turn]:
+        assert self._player is not None
+        order = self._order.items()
+        return self._read(self._player.step({name: [actions.get(slot) for slot in slots] for name, slots in order}), departures)
+
+    # -- agents of the scene --------------------------------------------------------------------------------------------
+
+    def _read(self, agents: Mapping[str, list[Any]], departures: list[Departure]) -> list[Turn]:
+        """Turns of the agents that act next; those whose episode has ended are added to `departures`."""
+        self._order, self._turns = {}, {}
+        for full_name in agents.keys() - self._layout.behaviors.keys():
+            raise EnvironmentFault(
+                f"The behaviour {full_name!r} of {self.name} appeared after the start of the scene, which has the behaviours"
+                f" {', '.join(self._layout.behaviors)}.",
+                "Every behaviour needs a policy before the run starts: give it an agent that requests a decision at the reset.",
+            )
+        for full_name, behavior in self._layout.behaviors.items():
+            present = agents.get(full_name, ())
+            for agent in present:  # first, since new agents take their slots
+                if agent.done:
+                    self._leave(behavior, agent, departures)
+            order = [self._turn(behavior, agent) for agent in present if not agent.done]
+            if order:
+                self._order[full_name] = order
+        return list(self._turns.values())
+
+    def _leave(self, behavior: Behavior, agent: Any, departures: list[Departure]) -> None:
+        slot = self._slot_of.pop((behavior.full_name, agent.id), None)
+        reward = behavior.reward(agent, MAX_REWARD)
+        if slot is not None:
+            self._free[behavior.full_name].append(slot)
+            self._ended.add(slot)
+            if self._acted.pop(slot, False):
+                truncated = bool(agent.max_step_reached)
+                last = behavior.observation(agent) if truncated else None
+                departures.append(Departure(slot, reward, not truncated, truncated, last))
+                return
+        self.late_rewards += bool(reward)
+
+    def _turn(self, behavior: Behavior, agent: Any) -> str:
+        """Add the turn of an agent; returns its slot."""
+        name, key = behavior.full_name, (behavior.full_name, agent.id)
+        slot = self._slot_of.get(key)
+        if slot is None:
+            if not self._free[name]:
+                raise EnvironmentFault(
+                    f"A further agent of {name!r} (id {agent.id}) has appeared in {self.name}, where {len(self._layout.slots[name])}"
+                    " are present already, as many as at its start.",
+                    f"Set env_config.max_agents: {{{name!r}: N}} to the largest number at the same time.",
+                )
+            slot = self._slot_of[key] = self._free[name].popleft()
+        if slot in self._turns:
+            raise EnvironmentFault(f"{self.name} sent the agent {agent.id} of {name!r} twice in one message.")
+        reward = behavior.reward(agent, MAX_REWARD)
+        if not self._acted.setdefault(slot, False):
+            self.late_rewards += bool(reward)
+            reward = 0.0
+        self._part.add(slot)
+        self._turns[slot] = Turn(slot, behavior.observation(agent), behavior.mask(agent), reward)
+        return slot
+
+    def _check_layout(self) -> None:
+        """The player may have been started after the layout was read, from another build."""
+        assert self._player is not None
+        for full_name, found in self._player.behaviors.items():
+            known = self._layout.behaviors.get(full_name)
+            if known is not None and not known.same_spaces(found):
+                raise EnvironmentFault(
+                    f"The spaces of {full_name!r} differ from those at the start of the run: {found.observation_space} and"
+                    f" {found.action_space}, they were {known.observation_space} and {known.action_space}.",
+                    "Do not replace the build during a run.",
+                )
+
+    # -- the rest of MultiAgentMatch ------------------------------------------------------------------------------------
+
+    def take_statistics(self) -> dict[str, float]:
+        """What the game and the side channels have reported since the last call."""
+        return {} if self._player is None else self._player.channels.take_statistics()
+
+    def state(self) -> Tree:
+        raise NotImplementedError(f"{self.name} has no global state")
+
+    def render(self) -> Any:
+        raise ConfigError(f"{self.name} cannot be rendered.", "Leave videos out.")
+
+    def close(self) -> None:
+        player, self._player, self._waiting = self._player, None, None
+        if player is not None:
+            player.close()
