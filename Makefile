@@ -28,6 +28,7 @@ $(BASE): pyproject.toml constraints.txt
 $(READY): $(BASE)
 	@echo "Installing the development tools into $(VENV) …"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps rlgym-rocket-league  # for its collision meshes; it would ask for an old numpy
 	@touch $(READY)
 
 $(DOCS): $(BASE)

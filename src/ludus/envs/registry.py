@@ -39,6 +39,8 @@ _BUILTIN_MULTI_AGENT = {
     "ludus/Arena-5v5-v0": "ludus.games.arena.env.pettingzoo_env:arena_5v5",
     "ludus/ConnectFour-v0": "ludus.envs.matches.connect_four:ConnectFourEnv",
     "ludus/RockPaperScissors-v0": "ludus.envs.matches.rock_paper_scissors:RockPaperScissorsEnv",
+    "ludus/RocketLeague-1v1-v0": "ludus.games.rocket_league.env:rocket_league_1v1",
+    "ludus/RocketLeague-2v2-v0": "ludus.games.rocket_league.env:rocket_league_2v2",
 }
 """Built-in environments with several agents."""
 _BUILTIN_EXTERNAL = {"gamecore": "ludus.gamecore.vector_env:GamecoreVectorEnv"}
