@@ -21,7 +21,7 @@ from ludus.cli.help import HelpApp
 from ludus.cli.league import inspect, manage, run
 from ludus.cli.output import is_debug, notify, print_error
 from ludus.cli.serving import check_game, export, fake, serve
-from ludus.cli.training import config, demo, new, presets, train, tune
+from ludus.cli.training import check_env, config, demo, new, presets, train, tune
 from ludus.core import trust
 from ludus.errors import LudusError
 
@@ -49,6 +49,7 @@ app.command("status", rich_help_panel=TRAIN)(status.status)
 app.command("tensorboard", rich_help_panel=TRAIN)(tensorboard.tensorboard)
 app.add_typer(presets.app, name="presets", rich_help_panel=TRAIN)
 app.add_typer(config.app, name="config", rich_help_panel=TRAIN)
+app.command("check-env", rich_help_panel=TRAIN)(check_env.check_env)
 app.command("serve", rich_help_panel=SERVE)(serve.serve)
 app.command("export", rich_help_panel=SERVE)(export.export)
 app.command("submit", context_settings=submit.SETTINGS, rich_help_panel=CLUSTERS)(submit.submit)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ludus.cli.check_report import finding_line, print_rows
 from ludus.cli.common_options import ListenHost, ListenPort
-from ludus.cli.output import make_table
 from ludus.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def check_game(
     check_exposure(host, token)
 
     def print_finding(finding: CheckFinding) -> None:
-        line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
+        line = finding_line(finding.check.level, finding.check.rule, finding.seen, finding.check.remedy)
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     if form == "raw":
@@ -112,16 +112,7 @@ def print_summary(summary: ConformanceReport, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary.to_json()), flush=True)
         return
-    from rich.console import Console
-    from rich.text import Text
-
-    colours = {"ok": "green", "warning": "yellow", "mistake": "bold red"}
-    table = make_table(("", "count", "check", "what to do"), right=("count",))
-    for row in summary.rows:
-        cells = (str(row.count), row.check.rule, row.check.remedy) if row.count else ("", row.check.rule, "")
-        table.add_row(Text(row.state, style=colours[row.state]), *map(Text, cells))
-    print()
-    Console(width=10_000).print(table)
+    print_rows([(row.state, row.count, row.check.rule, row.check.remedy) for row in summary.rows])
     retries = f", {summary.retries} retries" if summary.retries else ""
     mistakes = f"{summary.mistakes or 'no'} mistakes, {summary.warnings} warnings"
     print(f"\n{summary.matches} matches, {summary.requests} requests{retries}: {mistakes}")
