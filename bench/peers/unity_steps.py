@@ -122,8 +122,7 @@ def record(env: Any, statistics: Any, steps: int, path: Path) -> None:
                 )
                 env.set_actions(name, action)
             told = statistics.get_and_reset_stats()
-            row_statistics = {name: [[value, how.value] for value, how in values] for name, values in told.items()}
-            file.write(json.dumps({"behaviours": row, "statistics": row_statistics}) + "\n")
+            file.write(json.dumps({"behaviours": row, "statistics": sorted(told)}) + "\n")
             env.step()
 
 

@@ -11,9 +11,11 @@ ROOT = Path(__file__).parent.parent.parent
 SUFFIX = ".x86_64"
 
 
-def write_player(directory: Path, scene: str = "ball", *, areas: int = 1, faults: Sequence[str] = (), name: str = "") -> Path:
+def write_player(
+    directory: Path, scene: str = "ball", *, areas: int = 1, faults: Sequence[str] = (), words: Sequence[str] = (), name: str = ""
+) -> Path:
     """Write `NAME.x86_64` and return its path. Further arguments of its command line come after the ones given here."""
-    words = ["--scene", scene, "--areas", str(areas)]
+    words = ["--scene", scene, "--areas", str(areas), *words]
     for fault in faults:
         words += ["--fault", fault]
     program = (

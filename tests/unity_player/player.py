@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.unity_player import messages
@@ -82,7 +82,7 @@ class Faults:
 class Player:
     """A scene behind a connection."""
 
-    def __init__(self, client: GrpcClient, scene: str, areas: int, faults: Faults) -> None:
+    def __init__(self, client: GrpcClient, scene: str, areas: int, faults: Faults, parameters: Mapping[str, float]) -> None:
         self._client, self._faults = client, faults
         self._known: set[str] = set()
         self._step = 0
@@ -91,7 +91,7 @@ class Player:
             threading.Thread(target=_second_connection, args=(client.port,), daemon=True).start()
         log(f"Connected to trainer: {told}")
         wanted = int(told.get("num_areas", 1))
-        self._scene = Scene(SCENES[scene], max(areas, wanted), int(told.get("seed", 0)))
+        self._scene = Scene(SCENES[scene], max(areas, wanted), int(told.get("seed", 0)), parameters)
 
     def run(self) -> None:
         """Return when Python wants the player to end, and is obeyed."""
@@ -232,6 +232,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("-logFile", default="-", metavar="FILE")
     parser.add_argument("--scene", choices=SCENES, default="ball")
     parser.add_argument("--areas", type=int, default=1)
+    parser.add_argument("--parameter", action="append", default=[], metavar="NAME=NUMBER", help="of the environment")
     parser.add_argument("--fault", action="append", default=[], metavar="NAME[=NUMBER]", help=", ".join(FAULTS))
     asked, ignored = parser.parse_known_args(words)
     signal.alarm(LIFETIME_S)  # nothing stays behind when a test fails
@@ -240,6 +241,7 @@ def main(words: Sequence[str]) -> int:
     log("Mono path[0] = 'stand-in'\nInitialize engine version: 6000.0.23f1 (stand-in)")
     log(f"Arguments: {asked}; ignored: {ignored}")
     faults = Faults(asked.fault)
+    parameters = {name: float(value) for name, _, value in (word.partition("=") for word in asked.parameter)}
     _prepare(faults)
     client = _connect(asked.mlagents_port)
     if client is None:
@@ -247,7 +249,7 @@ def main(words: Sequence[str]) -> int:
         _hang({})
     assert client is not None
     try:
-        Player(client, asked.scene, asked.areas, faults).run()
+        Player(client, asked.scene, asked.areas, faults, parameters).run()
     except ConnectionEnded as error:
         log(f"Communication with the trainer ended: {error}")
         if "stubborn" in faults or "immortal" in faults:

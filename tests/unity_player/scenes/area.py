@@ -12,10 +12,10 @@ from tests.unity_player.messages import Action, AgentInfo, Behaviour
 class World:
     """What the areas of a scene share."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, parameters: Mapping[str, float]) -> None:
         self.random = random.Random(seed)
-        self.parameters: dict[str, float] = {}
-        """Environment parameters from Python."""
+        self.parameters = dict(parameters)
+        """Of the command line, and those that Python sets."""
         self.statistics: list[tuple[str, float]] = []
         """Values for the metrics, until the next message."""
         self._ids = self._groups = 0
@@ -52,8 +52,8 @@ class Area(Protocol):
 class Scene:
     """Many areas as one program. Actions come in the order in which the agents were sent."""
 
-    def __init__(self, make: Callable[[World], Area], areas: int, seed: int) -> None:
-        self.world = World(seed)
+    def __init__(self, make: Callable[[World], Area], areas: int, seed: int, parameters: Mapping[str, float]) -> None:
+        self.world = World(seed, parameters)
         self._areas = [make(self.world) for _ in range(areas)]
         self.behaviours = {behaviour.name: behaviour for area in self._areas for behaviour in area.behaviours}
         self._waiting: dict[str, list[tuple[int, int]]] = {}  # behaviour → area and agent
