@@ -144,23 +144,23 @@ def read_hello(answer: bytes) -> dict[str, int | str]:
     return found
 
 
-def read_orders(answer: bytes) -> Orders:
+def read_orders(answer: bytes, *, actions: bool = True) -> Orders:
     orders = Orders()
     for number, value in wire.fields(answer):
         if number == 1 and isinstance(value, bytes):
             orders.stopped = any(value != OK for number, value in wire.fields(value) if number == 1)
         elif number == 3 and isinstance(value, bytes):
-            _read_input(orders, _part(value, 1))
+            _read_input(orders, _part(value, 1), read_actions=actions)
     return orders
 
 
-def _read_input(orders: Orders, received: bytes) -> None:
+def _read_input(orders: Orders, received: bytes, *, read_actions: bool) -> None:
     for number, value in wire.fields(received):
         if number == 4 and isinstance(value, int):
             orders.command = value
         elif number == 5 and isinstance(value, bytes):
             orders.side_channel = value
-        elif number == 1 and isinstance(value, bytes):
+        elif number == 1 and isinstance(value, bytes) and read_actions:
             name, actions = "", []
             for part, content in wire.fields(value):
                 assert isinstance(content, bytes)

@@ -15,7 +15,7 @@ from tests.unity_player import messages
 from tests.unity_player.grpc_client import ConnectionEnded, GrpcClient
 from tests.unity_player.messages import Behaviour, Infos, Orders
 from tests.unity_player.scenes import SCENES
-from tests.unity_player.scenes.area import Scene
+from tests.unity_player.scenes.area import Scene, record
 from tests.unity_player.scenes.sensors import Hybrid
 
 VERSION = "1.5.0"
@@ -108,6 +108,20 @@ class Player:
     @property
     def _obstinate(self) -> bool:
         return "stubborn" in self._faults or "immortal" in self._faults
+
+    def run_recorded(self) -> None:
+        """Like `run`, with messages that were made before and do not depend on the actions: the player takes hardly any time."""
+        first, others = record(self._scene)
+        known = list(self._scene.behaviours.values())
+        begin, replies = messages.step(first, known), [messages.step(infos) for infos in others]
+        orders = self._exchange(messages.message())
+        while not (orders.stopped or orders.command == messages.QUIT):
+            if orders.command == messages.RESET:
+                message, rest = begin, iter(replies)
+            elif (message := next(rest, b"")) == b"":
+                rest = iter(replies)
+                message = next(rest)
+            orders = messages.read_orders(self._client.call(message), actions=False)
 
     def _exchange(self, message: bytes) -> Orders:
         return messages.read_orders(self._client.call(message))
@@ -233,6 +247,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--scene", choices=SCENES, default="ball")
     parser.add_argument("--areas", type=int, default=1)
     parser.add_argument("--parameter", action="append", default=[], metavar="NAME=NUMBER", help="of the environment")
+    parser.add_argument("--recorded", action="store_true", help="send messages that were made before")
     parser.add_argument("--fault", action="append", default=[], metavar="NAME[=NUMBER]", help=", ".join(FAULTS))
     asked, ignored = parser.parse_known_args(words)
     signal.alarm(LIFETIME_S)  # nothing stays behind when a test fails
@@ -249,7 +264,11 @@ def main(words: Sequence[str]) -> int:
         _hang({})
     assert client is not None
     try:
-        Player(client, asked.scene, asked.areas, faults, parameters).run()
+        player = Player(client, asked.scene, asked.areas, faults, parameters)
+        if asked.recorded:
+            player.run_recorded()
+        else:
+            player.run()
     except ConnectionEnded as error:
         log(f"Communication with the trainer ended: {error}")
         if "stubborn" in faults or "immortal" in faults:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.peers.peers import GAME_CLIENTS
-from bench.peers.unity_steps import choose
+from bench.peers.unity_steps import choose as choose
 from ludus.envs.unity.behaviors import Behavior
 from ludus.envs.unity.player import UnityPlayer
 from ludus.envs.unity.unity_config import parse_unity_config
@@ -107,7 +107,7 @@ def _describe(behavior: Behavior, agents: Sequence[Any], *, masks: bool) -> Row:
     }
     if not masks:
         described["interrupted"] = [agent.max_step_reached for agent in agents]
-    elif behavior.branches:
+    elif behavior.branches and agents:
         forbidden = np.array([~_allowed(behavior, agent) for agent in agents]).reshape(len(agents), sum(behavior.branches))
         described["masks"] = [mask.tolist() for mask in np.split(forbidden, np.cumsum(behavior.branches)[:-1], axis=1)]
     return described

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from tests.unity_player.messages import Action, AgentInfo, Behaviour
+from tests.unity_player.messages import Action, AgentInfo, Behaviour, Infos
 
 
 class World:
@@ -81,3 +81,28 @@ class Scene:
                 messages[name].append(info)
                 self._waiting[name].append((place, info.id))
         return {name: infos for name, infos in messages.items() if infos}
+
+
+def record(scene: Scene, most: int = 2000) -> tuple[Infos, list[Infos]]:
+    """Play with actions of zeros until all agents finish at the same step. Return the first infos and the ones after it.
+
+    The last ones have the ids of the first ones, so that they can be sent again from the beginning. Raises ValueError if there is no
+    such step.
+    """
+    first = scene.reset()
+    actions = {
+        name: Action((0.0,) * behaviour.continuous, (0,) * len(behaviour.branches))
+        for name, behaviour in scene.behaviours.items()
+    }
+    infos, recorded = first, []
+    for _ in range(most):
+        infos = scene.step({name: [actions[name]] * len(agents) for name, agents in infos.items()})
+        recorded.append(infos)
+        begun = {name: [info for info in agents if not info.done] for name, agents in infos.items()}
+        finished = {name: len(agents) - len(begun[name]) for name, agents in infos.items()}
+        if finished == {name: len(agents) for name, agents in first.items()}:
+            for name, agents in begun.items():
+                for info, earlier in zip(agents, first[name], strict=True):
+                    info.id = earlier.id
+            return first, recorded
+    raise ValueError(f"the agents do not finish together within {most} steps")

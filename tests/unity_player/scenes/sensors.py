@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,17 +82,23 @@ class Pictures(Guess):
 
     def draw(self) -> None:
         self._lit = self._world.random.randrange(4)
-        rows, columns = range(self.HEIGHT), range(self.WIDTH)
-        self._light = [[255 if self._quadrant(row, column) == self._lit else 51 for column in columns] for row in rows]
-
-    def _quadrant(self, row: int, column: int) -> int:
-        return 2 * (row >= self.HEIGHT // 2) + (column >= self.WIDTH // 2)
 
     def observations(self) -> Sequence[bytes]:
-        colour = [[(light, 0, 255 - light) for light in row] for row in self._light]
-        turned = [[(255 - light, light, 0) for light in row] for row in self._light]
-        grey = [light / 255 for row in self._light for light in row]
-        return (self.colour.pictures(png(colour)), self.grey.floats(grey), self.stack.pictures(png(colour) + png(turned)))
+        return self._pictures(self._lit)
+
+    @classmethod
+    @functools.cache
+    def _pictures(cls, lit: int) -> Sequence[bytes]:
+        rows, columns = range(cls.HEIGHT), range(cls.WIDTH)
+        light = [[255 if cls._quadrant(row, column) == lit else 51 for column in columns] for row in rows]
+        colour = png([[(value, 0, 255 - value) for value in row] for row in light])
+        turned = png([[(255 - value, value, 0) for value in row] for row in light])
+        grey = [value / 255 for row in light for value in row]
+        return (cls.colour.pictures(colour), cls.grey.floats(grey), cls.stack.pictures(colour + turned))
+
+    @classmethod
+    def _quadrant(cls, row: int, column: int) -> int:
+        return 2 * (row >= cls.HEIGHT // 2) + (column >= cls.WIDTH // 2)
 
     def reward(self, action: Action) -> float:
         return float(action.discrete[0] == self._lit)
