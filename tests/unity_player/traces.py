@@ -51,7 +51,7 @@ def official_rows(scene: str, directory: Path, steps: int = STEPS) -> Iterator[R
     """One row per step, from `mlagents-envs`."""
     peer = GAME_CLIENTS["mlagents_envs"]
     record = directory / f"{scene}.jsonl"
-    words = [player_of(scene, directory), "--seed", str(SEED), "--worker-id", str(free_port() - 5005)]
+    words = [str(player_of(scene, directory)), "--seed", str(SEED), "--worker-id", str(free_port() - 5005)]
     subprocess.run(
         [peer.python, peer.script(""), *words, "--steps", str(steps), "--record", record],
         check=True,
