@@ -141,7 +141,7 @@ func end(body = PoolByteArray()) -> bool:
 
 # GET /spec: the reply is its JSON.
 func spec() -> bool:
-	return _begin("spec", PoolByteArray(), "", timeout_ms) and wait()
+	return begin_spec() and wait()
 
 
 # Block until the current request is answered or its time is over.
@@ -177,6 +177,10 @@ func begin_start(about = {}, body = PoolByteArray()) -> bool:
 	_good = null
 	missed = 0
 	return _begin("start", body, extra, timeout_ms)
+
+
+func begin_spec() -> bool:
+	return _begin("spec", PoolByteArray(), "", timeout_ms)
 
 
 func begin_tick(body, within_ms = 0) -> bool:

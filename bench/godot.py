@@ -1,0 +1,197 @@
+"""The lander of clients/gdscript/lander: trained over HTTP, against a scripted and a random player.
+
+    python -m bench.godot lander --minutes 8
+
+`ludus train` learns from games of the engine (godot3-server, or godot4 of scripts/tools.sh) that this program starts and that run as
+fast as the machine allows. Then `ludus serve` plays the most probable actions of the newest checkpoint, and the same game is played by
+its rule and at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.train import provenance
+from ludus import Games
+from ludus.core.statistics import confidence_interval
+
+ROOT = Path(__file__).parent.parent
+LANDER = ROOT / "clients" / "gdscript" / "lander"
+RESULTS = ROOT / "bench" / "results"
+LUDUS = [sys.executable, "-m", "ludus.cli.main"]
+START_S = 120.0
+PLAY_S = 600.0
+_EPISODE = re.compile(r"^episode \d+: return (-?[\d.]+), (\d+) decisions, (.*)$", re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def game(engine: str, *words: str) -> list[str]:
+    return [engine, "--path", str(LANDER), "--fixed-fps", "60", *words]
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "HOME": str(home), "LC_ALL": "C.UTF-8"}
+
+
+def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"it ended with code {process.returncode}")
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise SystemExit(f"nothing listens on port {port} after {START_S:g} s")
+
+
+def play(engine: str, home: Path, episodes: int, *words: str) -> dict[str, Any]:
+    """Play episodes and summarise what the game prints."""
+    began = time.monotonic()
+    done = subprocess.run(
+        game(engine, f"--episodes={episodes}", "--seed=1000", *words),
+        capture_output=True,
+        text=True,
+        timeout=PLAY_S,
+        env=environment(home),
+        check=True,
+    )
+    played = _EPISODE.findall(done.stdout)
+    returns = [float(total) for total, _, _ in played]
+    low, high = confidence_interval(returns)
+    return {
+        "episodes": len(played),
+        "return": sum(returns) / len(returns),
+        "low": low,
+        "high": high,
+        "landed": sum(outcome == "landed" for _, _, outcome in played) / len(played),
+        "decisions": sum(int(decisions) for _, decisions, _ in played) / len(played),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def train(engine: str, home: Path, minutes: float, games: int, seed: int) -> tuple[Path, dict[str, Any]]:
+    """Train for some minutes of wall-clock time; return the directory of the run, and its curve."""
+    port = free_port()
+    words = [
+        "train",
+        "-f",
+        str(LANDER / "lander.yaml"),
+        "--local-dir",
+        str(home / "runs"),
+        "--seed",
+        str(seed),
+        "--json",
+        "--quiet",
+    ]
+    words += ["--set", f"config.env_config.port={port}", "--stop", f"time_s={minutes * 60}"]
+    with subprocess.Popen([*LUDUS, *words], stdout=subprocess.PIPE, text=True) as server, Games() as running:
+        try:
+            wait_for_port(port, server)
+            for number in range(games):
+                words = [f"--url=http://127.0.0.1:{port}", f"--seed={seed * 100 + number}"]
+                running.start(game(engine, *words), log=home / f"game-{number}.log", environment=environment(home))
+            out, _ = server.communicate(timeout=minutes * 60 + START_S)
+        finally:
+            server.kill()
+    result = json.loads(out.splitlines()[-1])
+    (metrics,) = (home / "runs").rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    curve = [
+        {"seconds": row["time_s"], "steps": row["timesteps"], "return": row["episode_return_mean"]}
+        for row in rows
+        if row.get("episode_return_mean") is not None
+    ]
+    return metrics.parent, {"steps": result["timesteps"], "curve": curve}
+
+
+def play_trained(engine: str, home: Path, run: Path, episodes: int) -> dict[str, Any]:
+    port = free_port()
+    words = ["serve", str(run), "--port", str(port), "--workers", "1", "--temperature", "0"]
+    with subprocess.Popen([*LUDUS, *words], stdout=subprocess.DEVNULL) as server:
+        try:
+            wait_for_port(port, server)
+            return play(engine, home, episodes, f"--url=http://127.0.0.1:{port}")
+        finally:
+            server.terminate()
+
+
+def lander(asked: argparse.Namespace) -> None:
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        players = {name: play(asked.engine, home, asked.episodes, f"--player={name}") for name in ("random", "script")}
+        run, training = train(asked.engine, home, asked.minutes, asked.games, asked.seed)
+        players["trained"] = play_trained(asked.engine, home, run, asked.episodes)
+    version = subprocess.run([asked.engine, "--version"], capture_output=True, text=True, timeout=60).stdout.strip()
+    result = {
+        **provenance(),
+        "engine": version,
+        "minutes": asked.minutes,
+        "games": asked.games,
+        "seed": asked.seed,
+        "load_before": load_before,
+        "players": players,
+        **training,
+    }
+    (RESULTS / "godot-lander.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "godot-lander.md").write_text(lander_report(result))
+    print(lander_report(result))
+
+
+def lander_report(result: dict[str, Any]) -> str:
+    lines = [
+        "# Godot lander",
+        "",
+        f"{result['date']}, commit {result['commit']}, {result['cpu']}, Python {result['python']}, Godot {result['engine']}",
+        "",
+        f"PPO, {result['minutes']:g} minutes of wall-clock time, {result['games']} games over HTTP, {result['steps']:,} decisions, seed "
+        f"{result['seed']}. Load of the machine before: {result['load_before']:.1f} (other programs). 95 % intervals by bootstrap.",
+        "",
+        "| player | episodes | return | landed on the pad | decisions per episode |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, one in result["players"].items():
+        interval = f"{one['return']:.2f} [{one['low']:.2f} to {one['high']:.2f}]"
+        lines.append(f"| {name} | {one['episodes']} | {interval} | {one['landed']:.0%} | {one['decisions']:.0f} |")
+    lines += ["", "| seconds | decisions | mean return in training |", "|---:|---:|---:|"]
+    curve = result["curve"]
+    for row in curve[:: max(1, len(curve) // 12)] + curve[-1:]:
+        lines.append(f"| {row['seconds']:.0f} | {row['steps']:,} | {row['return']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(required=True)
+    part = parts.add_parser("lander")
+    part.add_argument("--engine", default="godot3-server")
+    part.add_argument("--minutes", type=float, default=8.0)
+    part.add_argument("--games", type=int, default=4)
+    part.add_argument("--seed", type=int, default=0)
+    part.add_argument("--episodes", type=int, default=200)
+    part.set_defaults(part=lander)
+    asked = parser.parse_args(argv)
+    asked.part(asked)
+
+
+if __name__ == "__main__":
+    main()
