@@ -1,8 +1,11 @@
 """A Unity scene as an environment with several agents: `env: unity`.
 
 An agent of the scene gets a new id with every episode. Here it takes a *slot*, `Striker_blue_0`, which is free again when the episode
-ends: slots are the agents that policies are assigned to. A scene goes on after an episode, so a match has no end of its own. It is
-over when all agents that took part have ended an episode; agents that are in another one by then continue it in the next match.
+ends: slots are the agents that policies are assigned to.
+
+A scene goes on after an episode, so a match has no end of its own. It is over when no agent is in an episode: when all have ended it
+with one message, as teams do at the end of their game. Agents of independent areas never do; a match is also over when each agent has
+ended an episode, or EPISODES of them where there are teams. Agents that are in another one by then continue it in the next match.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ log = logging.getLogger(__name__)
 
 FAMILY = "unity"
 
+EPISODES = 10
+"""Episodes of each agent after which a match with teams or groups is over: its areas are independent."""
+
 _MAX_LAYOUTS = 16
 
 
@@ -36,10 +42,12 @@ class SceneLayout:
 
     behaviors: Mapping[str, Behavior]
     slots: Mapping[str, Sequence[str]]
+    has_teams: bool
+    """Agents belong together: there are several behaviours, teams or groups."""
 
     @classmethod
-    def of(cls, behaviors: Mapping[str, Behavior], present: Mapping[str, int], config: UnityConfig) -> SceneLayout:
-        """`present`: number of agents by full name. Raises ConfigError for settings that do not fit."""
+    def of(cls, behaviors: Mapping[str, Behavior], present: Mapping[str, Sequence[Any]], config: UnityConfig) -> SceneLayout:
+        """`present`: agents by full name. Raises ConfigError for settings that do not fit."""
         known = {name: behaviors[name] for name in sorted(behaviors)}
         teams = {behavior.team for behavior in known.values()}
         if config.teams and not teams <= config.teams.keys():
@@ -57,8 +65,9 @@ class SceneLayout:
             most = config.max_agents.get(full_name) if isinstance(config.max_agents, dict) else config.max_agents
             parts = [behavior.name] if by_name or not by_team else []
             parts += [config.teams.get(behavior.team, f"team{behavior.team}")] if by_team else []
-            slots[full_name] = [f"{'_'.join(parts)}_{number}" for number in range(most or present.get(full_name, 0))]
-        return cls(known, slots)
+            slots[full_name] = [f"{'_'.join(parts)}_{number}" for number in range(most or len(present.get(full_name, ())))]
+        has_groups = any(agent.group_id for agents in present.values() for agent in agents)
+        return cls(known, slots, has_groups or len(known) > 1)
 
     def agents(self) -> dict[str, AgentSpaces]:
         """Slot → spaces."""
@@ -103,8 +112,7 @@ class UnityMatch:
         self._order: dict[str, list[str]] = {}  # behaviour → slots in the order in which the player expects their actions
         self._acted: dict[str, bool] = {}  # slot → whether it has acted in its present episode
         self._turns: dict[str, Turn] = {}  # slot → its last one
-        self._part: set[str] = set()
-        self._ended: set[str] = set()
+        self._episodes: dict[str, int] = {}  # slot → episodes that it has ended in this match
         key = _layout_key(self._config)
         known = _layouts.get(key)
         if known is None:
@@ -134,7 +142,7 @@ class UnityMatch:
             acting = player.step({})
         else:
             raise EnvironmentFault(f"No agent of {self.name} has requested a decision in {MAX_IDLE_STEPS} steps after the reset.")
-        present = {name: sum(not agent.done for agent in agents) for name, agents in acting.items()}
+        present = {name: [agent for agent in agents if not agent.done] for name, agents in acting.items()}
         self._waiting = acting
         layout = SceneLayout.of(player.behaviors, present, self._config)
         for full_name, behavior in layout.behaviors.items():
@@ -161,7 +169,7 @@ class UnityMatch:
         if not self._slot_of:
             self._free = {name: deque(slots) for name, slots in self._layout.slots.items()}
         self._acted.clear()
-        self._part, self._ended = set(), set()
+        self._episodes.clear()
         late = self.late_rewards
         turns = self._read(agents, [])
         if goes_on:  # these rewards belong to the match before
@@ -188,12 +196,17 @@ class UnityMatch:
     def _advance(self, turns: list[Turn], departures: list[Departure]) -> MatchStep:
         """Go on until an agent acts, or the match is over."""
         for _ in range(MAX_IDLE_STEPS):
-            if self._part and self._part <= self._ended:
+            if departures and self._is_over():
                 return self._end(departures)
             if turns:
                 return MatchStep(turns, departures)
             turns = self._exchange({}, departures)
         raise EnvironmentFault(f"No agent of {self.name} has requested a decision for {MAX_IDLE_STEPS} steps.")
+
+    def _is_over(self) -> bool:
+        """Whether no agent is in an episode, or each has ended as many as a match has."""
+        most = EPISODES if self._layout.has_teams else 1
+        return not any(self._acted.values()) or min(self._episodes.values()) >= most
 
     def _end(self, departures: list[Departure]) -> MatchStep:
         """End the match. Agents in another episode leave it here, and continue the episode in the next match."""
@@ -233,7 +246,7 @@ class UnityMatch:
         reward = behavior.reward(agent, MAX_REWARD)
         if slot is not None:
             self._free[behavior.full_name].append(slot)
-            self._ended.add(slot)
+            self._episodes[slot] = self._episodes.get(slot, 0) + 1
             if self._acted.pop(slot, False):
                 truncated = bool(agent.max_step_reached)
                 last = behavior.observation(agent) if truncated else None
@@ -259,7 +272,7 @@ class UnityMatch:
         if not self._acted.setdefault(slot, False):
             self.late_rewards += bool(reward)
             reward = 0.0
-        self._part.add(slot)
+        self._episodes.setdefault(slot, 0)
         self._turns[slot] = Turn(slot, behavior.observation(agent), behavior.mask(agent), reward)
         return slot
 

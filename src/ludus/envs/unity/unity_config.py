@@ -85,7 +85,8 @@ class UnityConfig(ConfigSection):
             raise ValueError(f"worker_id is {self.worker_id}, and file_name null: there is one editor. Leave worker_id out")
         if len(set(self.teams.values())) < len(self.teams):
             raise ValueError(f"teams gives two teams the same name: {self.teams}")
-        sizes = self.max_agents.values() if isinstance(self.max_agents, dict) else [self.max_agents or 1]
+        given = 1 if self.max_agents is None else self.max_agents
+        sizes = given.values() if isinstance(given, dict) else [given]
         if any(size < 1 for size in sizes):
             raise ValueError(f"max_agents is {self.max_agents}; it takes numbers from 1 on")
         return self
