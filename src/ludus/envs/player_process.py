@@ -99,6 +99,7 @@ class PlayerProcess:
         self.grace_s = grace_s
         self._kind = self.command[0]
         self._closed = False
+        self._keeps_log = log is not None
         with contextlib.ExitStack() as stack:
             if log is None:
                 folder = TempDir(temp_dirs.short_temp_dir())
@@ -177,10 +178,8 @@ class PlayerProcess:
         if self._game.exit is not None and str(self._game.exit) not in message:
             parts.append(f"Its process {self._game.exit}.")
         lines = [line.strip()[:_LINE_CHARACTERS] for line in self.last_lines() if line.strip()]
-        if lines:
-            parts.append(f"Last lines of {self.log_path}:\n  " + "\n  ".join(lines) + "\n")
-        else:
-            parts.append(f"Its log {self.log_path} is empty.")
+        where = f" of {self.log_path}" if self._keeps_log else ""
+        parts.append(f"Last lines{where}:\n  " + "\n  ".join(lines) + "\n" if lines else f"The log{where} is empty.")
         return EnvironmentFault(" ".join(parts), hint)
 
     def close(self, grace_s: float | None = None) -> GameExit | None:

@@ -56,6 +56,11 @@ def at_random(match: MultiAgentMatch) -> Callable[[Turn], Any]:
     return lambda turn: sample_action(match.agents[turn.agent].action, turn.mask, random)
 
 
+def parts_of(space: gym.Space[Any]) -> gym.spaces.Dict:
+    assert isinstance(space, gym.spaces.Dict)
+    return space
+
+
 def departures_of(steps: list[MatchStep]) -> list[Departure]:
     return [left for step in steps for left in step.departures]
 
@@ -93,7 +98,7 @@ def test_an_interrupted_episode_is_truncated_with_its_last_observation(open_matc
 
 
 def test_agents_of_two_teams_are_named_by_team_and_share_the_reward_of_their_group(open_match: Open) -> None:
-    match = open_match("soccer", teams={0: "blue", 1: "red"})
+    match = open_match("soccer", teams=["blue", "red"])
     assert list(match.agents) == ["blue_0", "blue_1", "red_0", "red_1"]
     steps = play(match, 2500, at_random(match))
     overs = [step for step in steps if step.over]
@@ -113,7 +118,7 @@ def test_agents_of_two_teams_are_named_by_team_and_share_the_reward_of_their_gro
 def test_agents_that_are_sent_off_leave_and_come_back_to_a_free_slot(open_match: Open) -> None:
     match = open_match("soccer", environment_parameters={"send_off": 1})
     away, still = np.array([2, 1]), np.array([0, 0])  # backwards and to the side, to the edge of the field
-    returned, gone, lengths, length = 0, set[str](), [], 0
+    returned, gone, lengths, length = 0, set[str](), list[int](), 0
     now = match.reset(0)
     while len(lengths) < 2:
         now = match.step({turn.agent: still if turn.agent == "team0_0" else away for turn in now.turns})
@@ -163,7 +168,7 @@ def test_agents_act_only_when_they_request_a_decision(open_match: Open) -> None:
 def test_hybrid_actions_arrive_as_they_were_chosen(open_match: Open) -> None:
     match = open_match("hybrid")
     (own,) = match.agents.values()
-    assert own.action["continuous"] == gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    assert parts_of(own.action)["continuous"] == gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
     def right(turn: Turn) -> Any:
         first, second = turn.observation
@@ -182,9 +187,9 @@ def test_pictures_are_bytes_if_they_come_as_png_and_floats_otherwise(open_match:
     match = open_match("pictures")
     (own,) = match.agents.values()
     height, width = sensors.Pictures.HEIGHT, sensors.Pictures.WIDTH
-    assert own.observation["obs_0"] == gym.spaces.Box(0, 255, (height, width, 3), np.uint8)
-    assert own.observation["obs_1"] == gym.spaces.Box(-np.inf, np.inf, (height, width, 1), np.float32)
-    assert own.observation["obs_2"] == gym.spaces.Box(0, 255, (height, width, 4), np.uint8)
+    assert parts_of(own.observation)["obs_0"] == gym.spaces.Box(0, 255, (height, width, 3), np.uint8)
+    assert parts_of(own.observation)["obs_1"] == gym.spaces.Box(-np.inf, np.inf, (height, width, 1), np.float32)
+    assert parts_of(own.observation)["obs_2"] == gym.spaces.Box(0, 255, (height, width, 4), np.uint8)
     seen = match.reset(0).turns[0].observation
     light = seen["obs_0"][..., 0]
     assert set(np.unique(light)) == {51, 255}
@@ -203,7 +208,7 @@ def test_pictures_are_bytes_if_they_come_as_png_and_floats_otherwise(open_match:
 def test_buffers_are_padded_with_zeros(open_match: Open) -> None:
     match = open_match("crowd")
     (own,) = match.agents.values()
-    assert own.observation["obs_0"].shape == (sensors.Crowd.MOST, 3)
+    assert parts_of(own.observation)["obs_0"].shape == (sensors.Crowd.MOST, 3)
     seen = match.reset(0).turns[0].observation
     count = round(float(seen["obs_1"][0]) * sensors.Crowd.MOST)
     assert (seen["obs_0"][:count, 2] > 0).all()
@@ -212,7 +217,7 @@ def test_buffers_are_padded_with_zeros(open_match: Open) -> None:
 
 def test_the_next_match_goes_on_without_a_reset_and_leaving_early_resets_the_scene(open_match: Open) -> None:
     match = open_match("ball")
-    now, lengths, length = match.reset(0), [], 0
+    now, lengths, length = match.reset(0), list[int](), 0
     while len(lengths) < 3:
         now = match.step({turn.agent: np.array([1.0, -1.0], np.float32) for turn in now.turns})
         length += 1
@@ -294,7 +299,7 @@ def test_what_the_game_reports_becomes_statistics(open_match: Open) -> None:
         ({"worker_id": 2}, "worker_id is 2, and file_name null"),
         ({"file_name": "Game", "time_scale": 0}, "time_scale"),
         ({"file_name": "Game", "timescale": 3}, "timescale"),
-        ({"file_name": "Game", "teams": {0: "a", 1: "a"}}, "the same name"),
+        ({"file_name": "Game", "teams": ["a", "a"]}, "the same name"),
         ({"file_name": "Game", "environment_parameters": {"mass": {"sampler_type": "cauchy"}}}, "sampler_type"),
         ({"max_agents": 0}, "max_agents"),
         ({"max_agents": {"Ball": 0}}, "max_agents"),
@@ -319,7 +324,7 @@ def test_a_player_that_is_not_executable_is_named(tmp_path: Path) -> None:
 
 def test_settings_that_do_not_fit_the_scene_are_named(open_match: Open) -> None:
     with pytest.raises(ConfigError, match="has no name for team 1"):
-        open_match("soccer", teams={0: "blue"})
+        open_match("soccer", teams=["blue"])
     with pytest.raises(ConfigError, match="max_agents names 'Football'"):
         open_match("soccer", max_agents={"Football": 3})
 
@@ -353,5 +358,5 @@ def test_editor_mode_waits_for_somebody_to_press_play(tmp_path: Path) -> None:
 
 
 def test_an_editor_that_is_not_started_is_an_error_that_says_press_play() -> None:
-    with pytest.raises(EnvironmentFault, match="Unity editor did not connect.*Press Play"):
+    with pytest.raises(EnvironmentFault, match=r"Unity editor did not connect.*Press Play"):
         make_match("unity", {"base_port": FIRST_PORT + 600, "timeout_wait": 0.3})

@@ -50,9 +50,9 @@ class SceneLayout:
         """`present`: agents by full name. Raises ConfigError for settings that do not fit."""
         known = {name: behaviors[name] for name in sorted(behaviors)}
         teams = {behavior.team for behavior in known.values()}
-        if config.teams and not teams <= config.teams.keys():
+        if config.teams and max(teams) >= len(config.teams):
             raise ConfigError(
-                f"config.env_config.teams has no name for team {min(teams - config.teams.keys())} of the scene, which has the teams"
+                f"config.env_config.teams has no name for team {max(teams)} of the scene, which has the teams"
                 f" {', '.join(map(str, sorted(teams)))}.",
                 "Name all teams, or leave teams out.",
             )
@@ -64,7 +64,7 @@ class SceneLayout:
         for full_name, behavior in known.items():
             most = config.max_agents.get(full_name) if isinstance(config.max_agents, dict) else config.max_agents
             parts = [behavior.name] if by_name or not by_team else []
-            parts += [config.teams.get(behavior.team, f"team{behavior.team}")] if by_team else []
+            parts += [config.teams[behavior.team] if config.teams else f"team{behavior.team}"] if by_team else []
             slots[full_name] = [f"{'_'.join(parts)}_{number}" for number in range(most or len(present.get(full_name, ())))]
         has_groups = any(agent.group_id for agents in present.values() for agent in agents)
         return cls(known, slots, has_groups or len(known) > 1)

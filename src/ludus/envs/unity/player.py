@@ -33,8 +33,11 @@ PACKAGE_VERSION = "1.1.0"
 _HYBRID_SINCE = (1, 3)
 """API version in which actions got their present fields."""
 
-_QUIT_S = 10.0
+QUIT_S = 10.0
 """Time that a player has to end after it was asked to; then its process is ended."""
+
+GRACE_S = 5.0
+"""Time between SIGTERM and SIGKILL."""
 
 _SUFFIXES = ("", ".x86_64", ".x86")
 _HINT = (
@@ -106,6 +109,7 @@ class UnityPlayer:
             name=f"{self.name} ({command.name}, port {self.port})",
             log=None if folder is None else folder / f"Player-{number}.log",
             environment=environment,
+            grace_s=GRACE_S,
         )
 
     def _connect(self) -> None:
@@ -227,7 +231,7 @@ class UnityPlayer:
     def _wait_for_end(self) -> None:
         """Wait until the process ends or sends a request, which is answered: some players make one more call."""
         assert self._process is not None
-        deadline = time.monotonic() + _QUIT_S
+        deadline = time.monotonic() + QUIT_S
         while self._process.exit is None and time.monotonic() < deadline:
             try:
                 self._server.receive(0.0)

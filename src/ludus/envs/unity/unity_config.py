@@ -73,7 +73,7 @@ class UnityConfig(ConfigSection):
     side_channels: list[str | dict[str, dict[str, Any]]] = Field(
         default_factory=list, description="Classes of your own side channels, module:Class or {module:Class: {arguments}}."
     )
-    teams: dict[int, str] = Field(default_factory=dict, description="Number of a team → its name in the names of agents.")
+    teams: list[str] = Field(default_factory=list, description="Names of team 0, 1, … in the names of agents.")
     max_agents: int | dict[str, int] | None = Field(
         None,
         description="Most agents of a behaviour that are present at the same time, for all or by behaviour; null = those at the start.",
@@ -83,7 +83,7 @@ class UnityConfig(ConfigSection):
     def _check(self) -> UnityConfig:
         if self.file_name is None and self.worker_id:
             raise ValueError(f"worker_id is {self.worker_id}, and file_name null: there is one editor. Leave worker_id out")
-        if len(set(self.teams.values())) < len(self.teams):
+        if len(set(self.teams)) < len(self.teams):
             raise ValueError(f"teams gives two teams the same name: {self.teams}")
         given = 1 if self.max_agents is None else self.max_agents
         sizes = given.values() if isinstance(given, dict) else [given]
