@@ -181,7 +181,7 @@ def test_a_grid_shows_episodes_side_by_side_and_dims_those_that_have_ended(run: 
 
 def test_depth_is_refused_as_a_video_and_written_under_its_own_name_when_asked_for(run: Path, tmp_path: Path) -> None:
     for kind in ("one", "bytes"):
-        with pytest.raises(UsageError, match=r"not an RGB image \(a depth map\?\).*--depth"):
+        with pytest.raises(UsageError, match=r"not an RGB image: one number per pixel is a depth map.*--depth"):
             ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / "x.mp4")
         played = ludus.rollout(run, 1, env_config={"depth": kind}, video=tmp_path / f"{kind}.mp4", depth=True)
         assert played.video == tmp_path / f"{kind}-depth.mp4"

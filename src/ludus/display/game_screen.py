@@ -11,12 +11,12 @@ import logging
 import os
 from collections.abc import Mapping
 
-from ludus.display import headless, x11
+from ludus.display import headless, private_screen, x11
 from ludus.display.opengl_probe import OpenGL, probe_backend
 from ludus.display.private_screen import APT_XVFB, SIZE, PrivateScreen
 from ludus.display.screen_grab import Picture, ScreenGrab
 from ludus.errors import ConfigError, UsageError
-from ludus.process.screen_choice import EGL, NONE, SCREEN, screen_choice
+from ludus.process.screen_choice import AUTO, EGL, NONE, SCREEN, screen_choice
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ MIN_OPENGL = (3, 2)
 class GameScreen:
     """What `config.display` and LUDUS_SCREEN give to a game: the display of DISPLAY, a private one, or none.
 
-    `window`: the game opens a window, which `egl` and `none` have no place for. `recorded`: its frames are read, which is done from
-    private displays only. Raises ConfigError, MissingExtra, WorkerFailed. A context manager.
+    `window`: the game opens a window, which `egl` has no place for. `recorded`: its frames are read, which is done from private displays
+    only. Raises ConfigError, MissingExtra, WorkerFailed. A context manager.
     """
 
     def __init__(
@@ -42,12 +42,15 @@ class GameScreen:
     ) -> None:
         self._environ = os.environ if environ is None else environ
         self.choice = screen_choice({SCREEN: choice} if choice else self._environ)
-        if self.choice in (EGL, NONE) and (window or recorded):
+        if (recorded and self.choice in (EGL, NONE)) or (window and self.choice == EGL):
             what = "a game is recorded from its screen" if recorded else "a game with graphics opens a window"
             raise ConfigError(
                 f"display is {self.choice}, and {what}.", "Use display: xvfb or auto, or start the game without graphics."
             )
         private = headless.needs_private_screen(self.choice, self._environ) or recorded
+        if private and self.choice == AUTO and not recorded and private_screen.find_xvfb() is None:
+            log.info("There is no screen for a game, and Xvfb is not installed (%s).", APT_XVFB)  # a server build needs none
+            private = False
         self.private = PrivateScreen(size) if private else None
         self._grab = None if self.private is None else ScreenGrab(self.private)
 
@@ -55,8 +58,18 @@ class GameScreen:
         """Return `base` with the variables of this screen."""
         return headless.game_environment(self.choice, base, self.private)
 
-    def check_opengl(self, player: str) -> OpenGL:
-        """Return what a player with graphics draws with here. Raises ConfigError if it cannot start. 0.3 s, once per process."""
+    @property
+    def is_there(self) -> bool:
+        """Whether games can open a window."""
+        return self.private is not None or (self.choice == AUTO and not headless.is_headless(self._environ))
+
+    def check_opengl(self, player: str) -> OpenGL | None:
+        """Return what a player with graphics draws with here, None without a screen. Takes 0.3 s, once per process.
+
+        If that is too little for it, raises ConfigError with `xvfb`; with `auto` it is a warning, because builds for servers never draw.
+        """
+        if not self.is_there:
+            return None
         key = "" if self.private is not None else self._environ.get(x11.DISPLAY, "")
         found = _probed.get(key)
         if found is None:
@@ -64,7 +77,11 @@ class GameScreen:
             if found.works:
                 _probed[key] = found
         if problem := player_problem(found):
-            raise ConfigError(f"{player} cannot draw on this machine: {problem}.", player_remedy(found))
+            error = ConfigError(f"{player} cannot draw on this machine: {problem}.", player_remedy(found))
+            if self.choice != AUTO:
+                raise error
+            log.warning("%s", error)
+            return found
         log.info("%s: %s", player, describe_player(found))
         return found
 

@@ -38,6 +38,8 @@ _APT = "apt-get install libegl1 libgl1 libgles2 (for EGL) or libosmesa6 (for OSM
 _lock = threading.Lock()
 _process_screen: list[PrivateScreen] = []
 """The private display of this process, if any."""
+_replaced: dict[str, str] = {}
+"""Variables as they were before it."""
 _egl_checked = False
 
 
@@ -127,6 +129,8 @@ def keep_screen() -> PrivateScreen:
                 return current
             current.close()
         private = PrivateScreen()
+        if not _process_screen:
+            _replaced.update({name: os.environ[name] for name in private.variables() if name in os.environ})
         _process_screen[:] = [private]
         atexit.register(private.close)
         os.environ.update(private.variables())
@@ -141,11 +145,29 @@ def _forget_dummy_driver(environment: MutableMapping[str, str]) -> None:
 
 
 def end_screen() -> None:
-    """Close the private display of this process; for a process that exits without running atexit."""
+    """Close the private display of this process, and restore DISPLAY; for a process that exits without running atexit."""
     with _lock:
         for private in _process_screen:
             private.close()
+            for name, value in private.variables().items():
+                if os.environ.get(name) == value:
+                    del os.environ[name]
+                    os.environ.update({name: _replaced[name]} if name in _replaced else {})
         _process_screen.clear()
+        _replaced.clear()
+
+
+@contextlib.contextmanager
+def kept_screen() -> Iterator[PrivateScreen]:
+    """Yield the private display of this process. One that this call starts stays after the block, unless the block raises."""
+    had_one = bool(_process_screen)
+    private = keep_screen()
+    try:
+        yield private
+    except BaseException:
+        if not had_one:
+            end_screen()
+        raise
 
 
 # -- games that Ludus starts ------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from ludus.errors import UsageError, WorkerFailed
 Picture = npt.NDArray[np.uint8]
 
 WINDOW_S = 10.0
-"""How long to wait for the first window of a game."""
+"""How long to wait for the first window of a game; further calls wait _NEXT_WINDOW_S."""
+_NEXT_WINDOW_S = 0.2
 _POLL_S = 0.05
 _REPLY_S = 10.0
 _GET_ATTRIBUTES, _GET_GEOMETRY, _QUERY_TREE, _GET_IMAGE = 3, 14, 15, 73
@@ -104,14 +105,15 @@ class ScreenGrab:
         self.close()
 
     def _wait_for_window(self) -> Region:
-        deadline = time.monotonic() + self._window_s
+        window_s, self._window_s = self._window_s, min(self._window_s, _NEXT_WINDOW_S)
+        deadline = time.monotonic() + window_s
         while True:
             windows = self.windows()
             if windows:
                 return max(windows, key=lambda region: region.area)
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"Nothing is drawn on the private screen {self._private.display}: no window opened within {self._window_s:g} s.",
+                    f"Nothing is drawn on the private screen {self._private.display}: no window opened within {window_s:g} s.",
                     "Does the game draw? Record without --video, or give the environment a render method.",
                 )
             time.sleep(_POLL_S)

@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from ludus.errors import EnvironmentFault, WorkerFailed
+from ludus.display.game_screen import GameScreen
+from ludus.display.screen_grab import Picture
+from ludus.errors import EnvironmentFault, UsageError, WorkerFailed
 from ludus.io.rotating_log import MAX_BYTES
 from ludus.process import temp_dirs
 from ludus.process.commands.command import GRACE_S, GameExit, GameProcess, Games
@@ -74,12 +76,26 @@ class _SharedGames:
 _shared = _SharedGames()
 
 
+def open_screen(player: str, *, recorded: bool = False, environment: Mapping[str, str] | None = None) -> GameScreen:
+    """The screen of a player with graphics by `config.display`, whose OpenGL has been checked. `recorded`: pictures of it are wanted.
+
+    The caller closes it, or gives it to the player. Raises ConfigError, MissingExtra, WorkerFailed.
+    """
+    screen = GameScreen(window=True, recorded=recorded, environ=environment)
+    with contextlib.ExitStack() as undo:
+        undo.callback(screen.close)
+        screen.check_opengl(player)
+        undo.pop_all()
+    return screen
+
+
 class PlayerProcess:
     """A running program with all processes that it has started. Closed by `close` or as a context manager; not for forks.
 
     `log`: file of its output; None: a temporary file that is removed with the player. `environment`: all its variables; None: those of
     this process. `threads`: number of threads that such a program uses, if known in advance; otherwise the number that an earlier
-    one of the same program had in this process. `grace_s`: time between SIGTERM and SIGKILL. Raises EnvironmentFault.
+    one of the same program had in this process. `grace_s`: time between SIGTERM and SIGKILL. `screen`: what it draws on; closed with
+    the player, also if it cannot be started. Raises EnvironmentFault.
     """
 
     def __init__(
@@ -93,14 +109,18 @@ class PlayerProcess:
         threads: int | None = None,
         grace_s: float = GRACE_S,
         log_bytes: int = MAX_BYTES,
+        screen: GameScreen | None = None,
     ) -> None:
         self.command = [os.fspath(word) for word in command]
         self.name = name or Path(self.command[0]).name
         self.grace_s = grace_s
         self._kind = self.command[0]
-        self._closed = False
+        self._closed, self.screen = False, screen
         self._keeps_log = log is not None
         with contextlib.ExitStack() as stack:
+            if screen is not None:
+                stack.callback(screen.close)
+                environment = screen.environment(os.environ if environment is None else environment)
             if log is None:
                 folder = TempDir(temp_dirs.short_temp_dir())
                 stack.callback(folder.close)
@@ -177,10 +197,18 @@ class PlayerProcess:
         parts = [message]
         if self._game.exit is not None and str(self._game.exit) not in message:
             parts.append(f"Its process {self._game.exit}.")
+        if self.screen is not None and (problem := self.screen.problem()):
+            parts.append(f"Its screen: {problem}.")
         lines = [line.strip()[:_LINE_CHARACTERS] for line in self.last_lines() if line.strip()]
         where = f" of {self.log_path}" if self._keeps_log else ""
         parts.append(f"Last lines{where}:\n  " + "\n  ".join(lines) + "\n" if lines else f"The log{where} is empty.")
         return EnvironmentFault(" ".join(parts), hint)
+
+    def frame(self) -> Picture:
+        """The picture of its window, uint8 [H, W, 3]. Raises UsageError, WorkerFailed."""
+        if self.screen is None:
+            raise UsageError(f"{self.name} draws on no screen of Ludus.", "Record without --video, or start it with graphics.")
+        return self.screen.frame()
 
     def close(self, grace_s: float | None = None) -> GameExit | None:
         """Send SIGTERM, and SIGKILL after `grace_s`; wait until all its processes have ended. Repeated calls have no effect."""

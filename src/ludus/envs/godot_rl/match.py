@@ -26,7 +26,7 @@ from ludus.envs.godot_rl.agents import GodotAgent, read_agents
 from ludus.envs.godot_rl.connection import GameConnection
 from ludus.envs.godot_rl.settings import GodotSettings
 from ludus.envs.pettingzoo import MAX_REWARD, AgentSpaces, Departure, MatchStep, Turn
-from ludus.envs.player_process import PlayerProcess
+from ludus.envs.player_process import PlayerProcess, open_screen
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName
 
 FAMILY = "godot_rl"
@@ -38,9 +38,12 @@ _CLOSE_S = 2.0
 
 
 class GodotGame:
-    """One running game with its connection. Started and connected by the constructor, which raises EnvironmentFault, ConfigError."""
+    """One running game with its connection. Started and connected by the constructor, which raises EnvironmentFault, ConfigError.
 
-    def __init__(self, settings: GodotSettings) -> None:
+    `recorded`: pictures of its window are wanted.
+    """
+
+    def __init__(self, settings: GodotSettings, *, recorded: bool = False) -> None:
         program = settings.program()
         self.name = FAMILY if program is None else f"{FAMILY} {program.name}"
         self.player: PlayerProcess | None = None
@@ -51,7 +54,10 @@ class GodotGame:
             if program is not None:
                 command = settings.command(program, self.port, settings.seed + self.port - settings.port)
                 log = None if settings.log_folder is None else Path(settings.log_folder) / f"{program.stem}-{self.port}.log"
-                self.player = stack.enter_context(PlayerProcess(command, name=program.name, log=log, directory=program.parent))
+                screen = open_screen(program.name, recorded=recorded) if settings.show_window else None
+                self.player = stack.enter_context(
+                    PlayerProcess(command, name=program.name, log=log, directory=program.parent, screen=screen)
+                )
             stream = connection.accept(listener, settings.timeout, self._check)
             if stream is None:
                 raise self.fault(
@@ -118,7 +124,7 @@ _editor_games = _EditorGames()
 class GodotMatch:
     """One game, all of whose agents act at the same time. Implements MultiAgentMatch.
 
-    `render_mode` has no effect: the protocol has no pictures besides observations.
+    Frames for `render_mode` rgb_array are pictures of its window: the protocol has none besides observations.
     """
 
     state_space: gym.Space[Any] | None = None
@@ -131,7 +137,10 @@ class GodotMatch:
         self.name = name
         self._settings = settings
         self._editor = settings.env_path is None
-        self._game = (_editor_games.take(settings.port) if self._editor else None) or GodotGame(settings)
+        recorded = render_mode == "rgb_array"
+        if recorded:
+            settings = settings.model_copy(update={"show_window": True})
+        self._game = (_editor_games.take(settings.port) if self._editor else None) or GodotGame(settings, recorded=recorded)
         self._broken = False
         self.agents: Mapping[str, AgentSpaces] = {
             agent.name: AgentSpaces(agent.observation_space, agent.action_space, masked=False) for agent in self._game.agents
@@ -214,7 +223,10 @@ class GodotMatch:
         raise NotImplementedError(f"{self.name} has no global state")
 
     def render(self) -> Any:
-        raise ConfigError(f"{self.name} cannot be rendered.", "Its protocol has no pictures: show_window: true shows the game.")
+        player = self._game.player
+        if player is None or player.screen is None:
+            raise ConfigError(f"{self.name} in the editor cannot be recorded.", "Export the game: env_config: {env_path: GAME}.")
+        return player.frame()
 
     def close(self) -> None:
         if self._editor and not self._broken:

@@ -93,7 +93,7 @@ def _layout_key(config: UnityConfig) -> str:
 class UnityMatch:
     """One player, whose matches follow each other. It is started when it is needed: for the layout of an unknown scene, or to play.
 
-    Implements MultiAgentMatch. `render_mode` has no effect.
+    Implements MultiAgentMatch. Frames for `render_mode` rgb_array are pictures of its window; it then has graphics.
     """
 
     state_space: gym.Space[Any] | None = None
@@ -103,6 +103,7 @@ class UnityMatch:
         self.check_exists(name)
         self.name = name
         self._config = parse_unity_config(env_config or {})
+        self._recorded = render_mode == "rgb_array"
         self._player: UnityPlayer | None = None
         self._waiting: Mapping[str, list[Any]] | None = None
         """Agents of the last message with which the next match begins; None: the scene has to be reset."""
@@ -153,7 +154,7 @@ class UnityMatch:
 
     def _start(self) -> UnityPlayer:
         if self._player is None:
-            self._player = UnityPlayer(self._config, self.name)
+            self._player = UnityPlayer(self._config, self.name, recorded=self._recorded)
         return self._player
 
     # -- matches --------------------------------------------------------------------------------------------------------
@@ -298,7 +299,12 @@ class UnityMatch:
         raise NotImplementedError(f"{self.name} has no global state")
 
     def render(self) -> Any:
-        raise ConfigError(f"{self.name} cannot be rendered.", "Leave videos out.")
+        process = self._start().process
+        if process is None:
+            raise ConfigError(
+                f"{self.name} in the editor cannot be recorded.", "Build the scene: env_config: {file_name: PLAYER}."
+            )
+        return process.frame()
 
     def close(self) -> None:
         player, self._player, self._waiting = self._player, None, None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.tree import Tree
-from ludus.envs.player_process import PlayerProcess
+from ludus.envs.player_process import PlayerProcess, open_screen
 from ludus.envs.unity.behaviors import Behavior
 from ludus.envs.unity.exchange_server import Disconnected, ExchangeServer
 from ludus.envs.unity.messages import OK, QUIT, RESET, SHUT_DOWN, STEP, UnityMessage
@@ -49,10 +49,12 @@ _HINT = (
 class UnityPlayer:
     """One player with its connection. The constructor returns when it has introduced itself. Raises EnvironmentFault, ConfigError.
 
-    `environment`: variables of its process; None: those of this process.
+    `environment`: variables of its process; None: those of this process. `recorded`: `frame` is wanted, so it has graphics.
     """
 
-    def __init__(self, config: UnityConfig, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: UnityConfig, name: str, environment: Mapping[str, str] | None = None, *, recorded: bool = False
+    ) -> None:
         self.config, self.name = config, name
         self.behaviors: dict[str, Behavior] = {}
         """By full name, in the order in which they appeared."""
@@ -70,7 +72,7 @@ class UnityPlayer:
             if command is None:
                 log.info("Waiting for the Unity editor on port %d: press Play.", self.port)
             else:
-                self._process = stack.enter_context(self._launch(command, environment))
+                self._process = stack.enter_context(self._launch(command, environment, recorded))
             self._connect()
             self._resources = stack.pop_all()
 
@@ -97,9 +99,12 @@ class UnityPlayer:
 
     # -- start ----------------------------------------------------------------------------------------------------------
 
-    def _launch(self, command: Path, environment: Mapping[str, str] | None) -> PlayerProcess:
+    def _launch(self, command: Path, environment: Mapping[str, str] | None, recorded: bool) -> PlayerProcess:
+        screen = None
+        if recorded or not self.config.no_graphics:
+            screen = open_screen(command.name, recorded=recorded, environment=environment)
         config, number = self.config, self.port - (self.config.first_port - self.config.worker_id)
-        arguments = ["-nographics", "-batchmode"] if config.no_graphics else []
+        arguments = ["-nographics", "-batchmode"] if screen is None else []
         arguments += ["--mlagents-port", str(self.port)]
         if "-logfile" not in (each.lower() for each in config.additional_args):
             arguments += ["-logFile", "-"]  # to its standard output, where the guard counts repeated lines
@@ -110,6 +115,7 @@ class UnityPlayer:
             log=None if folder is None else folder / f"Player-{number}.log",
             environment=environment,
             grace_s=GRACE_S,
+            screen=screen,
         )
 
     def _connect(self) -> None:

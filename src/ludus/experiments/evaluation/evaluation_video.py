@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import tempfile
@@ -94,7 +95,10 @@ def encode_episode(path: Path, frames: Path, fps: float, before_frame: Callable[
 
 def make_rendering_env(stage: RolloutSpec) -> gym.Env[Any, Any]:
     """A copy of the environment that renders. Raises UsageError if it cannot, EnvironmentFault if it cannot be made."""
-    env = make_one(stage.env, stage.env_config, "rgb_array", preprocess=stage.preprocess, wrappers=stage.wrappers)
+    from ludus.experiments.evaluation.screen_video import make_recorded
+
+    make = functools.partial(make_one, stage.env, stage.env_config, preprocess=stage.preprocess, wrappers=stage.wrappers)
+    env = make_recorded(lambda mode: make(render_mode=mode), stage.env)
     with contextlib.ExitStack() as made:
         made.callback(env.close)
         check_renders(env, stage.env)

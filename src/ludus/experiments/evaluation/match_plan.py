@@ -26,6 +26,7 @@ from ludus.experiments.evaluation.evaluation_video import (
     video_path,
 )
 from ludus.experiments.evaluation.evaluation_workers import answer_of, weights_of
+from ludus.experiments.evaluation.screen_video import make_recorded_match
 from ludus.experiments.evaluation.video import FrameFile, check_rgb, frame_rate
 from ludus.models.centralized_critic import actor_policy
 from ludus.models.policy import Policy
@@ -228,7 +229,7 @@ class MatchVideoRecorder:
         """Never raises what the environment, its renderer or the disk raise: that is `RecordedVideos.problem`."""
         plan, paths = self._plan, dict[int, Path]()
         with RecordingErrors(plan.env) as errors:
-            self._match = self._match or plan.make("rgb_array")
+            self._match = self._match or make_recorded_match(plan.make, plan.env)
             for copy in range(min(plan.groups, plan.videos)):
                 numbers = range(copy, plan.videos, plan.groups)  # match number n is played by copy n modulo the number of copies
                 with self._film(sources, copy, len(numbers), plan.seed_of(iteration), opponent) as films:
@@ -256,7 +257,7 @@ class MatchVideoRecorder:
 def find_recording_problem(plan: MatchEvaluationPlan) -> str | None:
     """Why matches cannot be recorded, found by rendering the beginning of one; None: they can."""
     with RecordingErrors(plan.env) as errors, preserve_random_state():
-        match = plan.make("rgb_array")
+        match = make_recorded_match(plan.make, plan.env)
         try:
             match.reset(plan.seed)
             check_rgb(match.render(), plan.env)

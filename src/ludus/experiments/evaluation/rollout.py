@@ -27,7 +27,7 @@ from ludus.core.tree import Tree
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.faults import environment_errors
-from ludus.envs.pettingzoo import make_match
+from ludus.envs.pettingzoo import MultiAgentMatch, make_match
 from ludus.envs.preprocessing import for_evaluation, preprocess_of
 from ludus.envs.registry import factory_of
 from ludus.envs.vector_env import make_one, without_central_state
@@ -302,11 +302,17 @@ class SingleAgentPlayer:
     def _make_env(self) -> gym.Env[Any, Any]:
         s = self._stage
         make = partial(make_one, s.env, s.env_config, preprocess=s.preprocess, wrappers=s.wrappers)
-        env = make("rgb_array" if s.recorded_episodes else None)
-        if s.recorded_episodes and s.depth and "depth_array" in env.metadata.get("render_modes", ()):
-            env.close()
-            env = make("depth_array")
-        return env
+        if not s.recorded_episodes:
+            return make(None)
+        if s.depth:
+            env = make("rgb_array")
+            if "depth_array" in env.metadata.get("render_modes", ()):
+                env.close()
+                env = make("depth_array")
+            return env
+        from ludus.experiments.evaluation.screen_video import make_recorded
+
+        return make_recorded(make, s.env)
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         env, stage = self.env, self._stage
@@ -347,8 +353,7 @@ class MultiAgentPlayer:
         if stage.save_info:
             raise UsageError("Infos of multi-agent environments cannot be written.", "Leave out --save-info.")
         self._stage = stage
-        render_mode = "rgb_array" if stage.recorded_episodes else None
-        self._match = make_match(stage.env, stage.env_config, render_mode, stage.wrappers, for_evaluation(stage.preprocess))
+        self._match = self._make_match()
         with contextlib.ExitStack() as made:
             made.callback(self._match.close)
             missing = sorted(set(self._match.agents) - set(cast))
@@ -357,6 +362,18 @@ class MultiAgentPlayer:
             policies = stage.policies()
             self._policies = {agent: policies[cast[agent]] for agent in self._match.agents}
             made.pop_all()
+
+    def _make_match(self) -> MultiAgentMatch:
+        s = self._stage
+
+        def make(render_mode: str | None) -> MultiAgentMatch:
+            return make_match(s.env, s.env_config, render_mode, s.wrappers, for_evaluation(s.preprocess))
+
+        if not s.recorded_episodes or s.depth:
+            return make("rgb_array" if s.recorded_episodes else None)
+        from ludus.experiments.evaluation.screen_video import make_recorded_match
+
+        return make_recorded_match(make, s.env)
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> EpisodeResult:
         stage, match = self._stage, self._match

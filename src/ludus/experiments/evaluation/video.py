@@ -28,12 +28,15 @@ def check_rgb(frame: Any, name: str) -> Array:
     if frame is None:
         raise UsageError(f"{name} renders nothing in rgb_array mode.", "Record without --video.")
     array = np.asarray(frame)
-    if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
+    if array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8:
+        return array
+    shape = f"{array.dtype}{list(array.shape)}"
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1):
         raise UsageError(
-            f"{name} renders {array.dtype}{list(array.shape)}, which is not an RGB image (a depth map?).",
-            "Record without --video, or depth maps with --depth.",
+            f"{name} renders {shape}, which is not an RGB image: one number per pixel is a depth map or a mask.",
+            "Record without --video, or depth maps in false colours with --depth.",
         )
-    return array
+    raise UsageError(f"{name} renders {shape}, which is not an RGB image.", "Record without --video.")
 
 
 def check_depth(frame: Any, name: str) -> Array:
