@@ -41,6 +41,7 @@ _BUILTIN_MULTI_AGENT = {
     "ludus/RockPaperScissors-v0": "ludus.envs.matches.rock_paper_scissors:RockPaperScissorsEnv",
     "ludus/RocketLeague-1v1-v0": "ludus.games.rocket_league.env:rocket_league_1v1",
     "ludus/RocketLeague-2v2-v0": "ludus.games.rocket_league.env:rocket_league_2v2",
+    "ludus/ZeroAD-Skirmish-v0": "ludus.games.zero_ad.env:SkirmishEnv",
 }
 """Built-in environments with several agents."""
 _BUILTIN_EXTERNAL = {"gamecore": "ludus.gamecore.vector_env:GamecoreVectorEnv"}

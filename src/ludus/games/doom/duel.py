@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
-from ludus.games.doom.engine import NOTHING, TICS_PER_S, DoomEngine, reserve_port
+from ludus.games.doom.engine import NOTHING, TICS_PER_S, DoomEngine
 from ludus.games.doom.launch_spec import LaunchSpec
 from ludus.games.doom.player import RETRIES, ActorPlayer, BotPlayer, DuelPlayer
+from ludus.io.ports import reserve_udp_port
 from ludus.process import children
 
 _START_S = 75.0
@@ -65,7 +66,7 @@ class Duel:
             else ActorPlayer(number, camp, spec.runtime_id, eval_mode=spec.eval_mode)
             for number, camp in enumerate(spec.camps)
         ]
-        port, self._claim = reserve_port()
+        port, self._claim = reserve_udp_port("doom")
         self._engines = [
             DoomEngine(n, port, self._directory / str(n), spec.seed, locate_enemy=spec.camps[n] is None) for n in (0, 1)
         ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,23 +121,3 @@ class DoomEngine:
     def _failure(self, what: str, error: Exception) -> WorkerFailed:
         reason = str(error).rstrip(".")
         return WorkerFailed(f"The Doom engine of camp {self._camp} {what}: {reason}.", "See its output above.")
-
-
-def reserve_port() -> tuple[int, socket.socket]:
-    """Return a free UDP port and a socket that reserves it against other duels of this machine while it is open.
-
-    Without the reservation a player could join the wrong duel. The port is free on every interface, since the engine listens on all.
-    """
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
-            bound.bind(("", 0))
-            port = int(bound.getsockname()[1])
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0ludus-doom-{port}")  # abstract socket: freed with the process
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return port, claim

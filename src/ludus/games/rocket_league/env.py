@@ -166,22 +166,21 @@ def kickoff(team_size: int, random: np.random.Generator) -> tuple[Placement, lis
 
 
 def random_start(team_size: int, random: np.random.Generator) -> tuple[Placement, list[Placement]]:
-    """The ball rolls or flies anywhere; cars stand anywhere on the ground, with any amount of boost."""
+    """The ball rolls or flies anywhere; cars stand or drive on the ground not far from it, with any amount of boost."""
     wide, long = 0.8 * field.SIDE_WALL_X, 0.85 * field.BACK_WALL_Y
     x, y, z = random.uniform((-wide, -long, field.BALL_REST_HEIGHT), (wide, long, 800.0))
-    if random.random() < 0.7:
-        z = field.BALL_REST_HEIGHT
-    ball = Placement(
-        (x, y, z),
-        tuple(random.uniform(-800.0, 800.0, 3)) if z > field.BALL_REST_HEIGHT else (*random.uniform(-1000.0, 1000.0, 2), 0.0),
-    )
+    flies = random.random() < 0.2
+    velocity = random.uniform(-800.0, 800.0, 3)
+    ball = Placement((x, y, z if flies else field.BALL_REST_HEIGHT), (velocity[0], velocity[1], velocity[2] if flies else 0.0))
     cars = []
     for _ in range(2 * team_size):
-        x, y, yaw = random.uniform((-wide, -long, -math.pi), (wide, long, math.pi))
+        distance, direction, yaw = random.uniform((400.0, -math.pi, -math.pi), (2500.0, math.pi, math.pi))
+        car_x = min(max(x + distance * math.cos(direction), -wide), wide)
+        car_y = min(max(y + distance * math.sin(direction), -long), long)
         speed = random.uniform(0.0, 1500.0)
         cars.append(
             Placement(
-                (x, y, field.CAR_REST_HEIGHT),
+                (car_x, car_y, field.CAR_REST_HEIGHT),
                 (speed * math.cos(yaw), speed * math.sin(yaw), 0.0),
                 yaw,
                 boost=float(random.uniform(0.0, 100.0)),

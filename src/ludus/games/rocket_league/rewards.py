@@ -31,7 +31,7 @@ class RewardWeights:
     """For a touch of the ball, in any direction."""
 
 
-SHAPED: Final = RewardWeights(goal=10.0, ball_to_goal=0.5, car_to_ball=0.05, touch=2.0, any_touch=0.1)
+SHAPED: Final = RewardWeights(goal=10.0, ball_to_goal=1.0, car_to_ball=0.1, touch=3.0, any_touch=0.3)
 WEIGHT_NAMES: Final = tuple(part.name for part in fields(RewardWeights))
 
 
