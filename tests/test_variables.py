@@ -14,6 +14,7 @@ SOURCES = [
     *(REPOSITORY / "src").rglob("*.py"),
     *(REPOSITORY / "examples").rglob("*.py"),
     *(REPOSITORY / "clients").rglob("*.cpp"),
+    *(REPOSITORY / "clients").rglob("*.cs"),
     *(REPOSITORY / "docker").rglob("*.yaml"),
 ]
 KNOWN = set(NAME.findall("\n".join(path.read_text(encoding="utf-8") for path in SOURCES)))

@@ -1,0 +1,1 @@
+../../csharp/Ludus.cs
