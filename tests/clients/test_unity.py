@@ -20,11 +20,12 @@ from typing import IO, Any, ClassVar, cast
 import pytest
 
 from ludus.experiments import runner
+from ludus.experiments.resolve import Announce
 from ludus.experiments.result import Result
 from tests.clients.contract import Balancer, can_be_won_and_lost, environment, makes_no_mistakes
 from tests.clients.driving import CLIENTS
 from tests.clients.test_csharp import compiled
-from tests.experiments.called import Announce, data, training
+from tests.experiments.called import data, training
 from tests.local_servers import gateway
 from tests.tools import need
 from tests.waiting import wait_until
