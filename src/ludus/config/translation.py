@@ -133,7 +133,10 @@ def _translate_subsections(out: TranslatedSection, prefix: str, below: Mapping[s
             out.data[name] = found.data
     for path, value in out.other_sections.items():
         name, _, key = path.partition(".")
-        section = out.data[name] = dict(out.data.get(name) or {})
+        inner = out.data.get(name) or {}
+        if not isinstance(inner, Mapping):
+            continue  # the section itself is wrong, which its schema reports
+        section = out.data[name] = dict(inner)
         if section.setdefault(key, value) != value:
             written = f"{prefix}{out.spelled_as.get(path, path)}"
             twice = f"{prefix}{path} is {section[key]!r}, and {written}, which means the same, is {value!r}. Keep one."
