@@ -127,3 +127,31 @@ def test_a_client_that_cancels_its_call_is_noticed(server: ExchangeServer) -> No
         with pytest.raises(Disconnected):
             server.receive(WAIT_S)
         client.kill()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\0\0\x05\0\x01\0\0\0\x01" + b"\0\0\0\0\x09",  # a message that is shorter than its prefix says
+        b"\0\0\x06\0\x01\0\0\0\x01" + b"\x01\0\0\0\x01x",  # a compressed message
+        b"\0\0\x01\0\x01\0\0\0\x01" + b"\0",  # less than a prefix
+        b"\0\0\0\0\x09\0\0\0\x01",  # padded, without the length of the padding
+        b"\0\0\x02\x08\0\0\0\0\0" + b"12",  # a window update of two bytes
+    ],
+)
+def test_broken_frames_end_the_connection(server: ExchangeServer, frame: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        client.sendall(b"\0\0\x01\x01\x04\0\0\0\x01" + b"\x83" + frame)
+        with pytest.raises(Disconnected):
+            server.receive(WAIT_S)
+
+
+def test_a_client_that_takes_nothing_is_given_up(server: ExchangeServer) -> None:
+    """It opened no window for an answer of this size."""
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        client.sendall(b"\0\0\x01\x01\x04\0\0\0\x01" + b"\x83" + b"\0\0\x06\0\x01\0\0\0\x01" + b"\0\0\0\0\x01x")
+        assert server.receive(WAIT_S) == b"x"
+        with pytest.raises(TimeoutError):
+            server.reply(bytes(1_000_000), 0.2)

@@ -90,7 +90,7 @@ def test_workers_have_players_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scene", ["ball", "soccer"])
 def test_the_examples_run(tmp_path: Path, scene: str) -> None:
-    smaller = {"num_workers": 0, "train_batch_size": 32, "minibatch_size": 32, "num_epochs": 1}
+    smaller: dict[str, Any] = {"num_workers": 0, "train_batch_size": 32, "minibatch_size": 32, "num_epochs": 1}
     config = settings(tmp_path, scene)
     if scene == "soccer":
         config |= {"file_name": str(write_player(tmp_path, scene)), "teams": ["blue", "red"]}

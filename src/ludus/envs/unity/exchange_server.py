@@ -270,7 +270,10 @@ class _Connection:
             if stop > end:
                 break
             if kind in _HANDLERS:
-                _HANDLERS[kind](self, flags, stream & 0x7FFFFFFF, bytes(received[at + _FRAME.size : stop]))
+                try:
+                    _HANDLERS[kind](self, flags, stream & 0x7FFFFFFF, bytes(received[at + _FRAME.size : stop]))
+                except (struct.error, IndexError) as error:  # a payload that is shorter than its kind
+                    raise Disconnected("it has sent a malformed frame of HTTP/2") from error
             at = stop
         del received[:at]
         self.flush()
