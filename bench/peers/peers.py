@@ -151,6 +151,14 @@ GAME_CLIENTS: dict[str, Peer] = {
             pinned=("mlagents-envs==1.1.0",),
             uses_torch=False,
         ),
+        Peer(
+            name="godot_rl",
+            requirements=("gymnasium==1.0.0", "numpy==2.4.6"),
+            scripts=("godot_rl_steps.py",),
+            note="without the packages that only its trainings need",
+            pinned=("godot-rl==0.8.2",),
+            uses_torch=False,
+        ),
     )
 }
 """Libraries that step games and train nothing."""
