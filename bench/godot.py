@@ -1,10 +1,14 @@
-"""The lander of clients/gdscript/lander: trained over HTTP, against a scripted and a random player.
+"""Games of Godot: a trained lander, and the speed of `env: godot_rl`.
 
     python -m bench.godot lander --minutes 8
+    python -m bench.godot steps                 # needs: python -m bench.peers.install godot_rl
 
-`ludus train` learns from games of the engine (godot3-server, or godot4 of scripts/tools.sh) that this program starts and that run as
+`lander`: the game of clients/gdscript/lander over HTTP, against a scripted and a random player. `ludus train` learns from games of the engine (godot3-server, or godot4 of scripts/tools.sh) that this program starts and that run as
 fast as the machine allows. Then `ludus serve` plays the most probable actions of the newest checkpoint, and the same game is played by
 its rule and at random.
+
+`steps`: `env: godot_rl` and the package `godot-rl` step the same game in turn, with equal actions at every step: the stand-in of the tests,
+and a game in the engine's physics.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,9 +27,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bench.peers import godot_rl_steps
+from bench.peers.peers import GAME_CLIENTS
 from bench.train import provenance
 from ludus import Games
 from ludus.core.statistics import confidence_interval
+from ludus.envs.godot_rl.match import GodotMatch
+from ludus.envs.pettingzoo import sample_action
+from tests.envs.godot_rl.stand_in import game_at
+from tests.envs.godot_rl.test_engines import make_game
 
 ROOT = Path(__file__).parent.parent
 LANDER = ROOT / "clients" / "gdscript" / "lander"
@@ -32,6 +45,8 @@ RESULTS = ROOT / "bench" / "results"
 LUDUS = [sys.executable, "-m", "ludus.cli.main"]
 START_S = 120.0
 PLAY_S = 600.0
+FRAMERATE = 60
+SIDES = ("ludus", "godot-rl", "godot-rl with arrays")
 _EPISODE = re.compile(r"^episode \d+: return (-?[\d.]+), (\d+) decisions, (.*)$", re.MULTILINE)
 
 
@@ -179,6 +194,87 @@ def lander_report(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+# -- steps per second ---------------------------------------------------------------------------------------------------
+
+
+def step_with_ludus(program: Path, port: int, seconds: float) -> dict[str, float]:
+    match = GodotMatch("godot_rl", {"env_path": str(program), "port": port, "framerate": FRAMERATE, "done_agents": "continue"})
+    random = np.random.default_rng(0)
+    actions = {name: sample_action(spaces.action, None, random) for name, spaces in match.agents.items()}
+
+    def step() -> None:
+        if match.step(actions).over:
+            match.reset(0)
+
+    try:
+        match.reset(0)
+        for _ in range(godot_rl_steps.WARMUP_STEPS):
+            step()
+        count, began, cpu = 0, time.perf_counter(), time.process_time()
+        while (taken := time.perf_counter() - began) < seconds:
+            step()
+            count += 1
+        return {"steps_per_s": count / taken, "cpu_us_per_step": 1e6 * (time.process_time() - cpu) / count}
+    finally:
+        match.close()
+
+
+def step_with_package(program: Path, port: int, seconds: float, *words: str) -> dict[str, float]:
+    peer = GAME_CLIENTS["godot_rl"]
+    command = [str(peer.python), str(peer.script("steps")), str(program), "--port", str(port), "--seconds", str(seconds), *words]
+    command += ["--framerate", str(FRAMERATE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + START_S, check=True)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def steps(asked: argparse.Namespace) -> None:
+    load_before = os.getloadavg()[0]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        programs = {scene: game_at(home, scene) for scene in ("one", "chase", "hybrid")}
+        (home / "engine").mkdir()
+        programs["chase in Godot 3"] = make_game(home / "engine", "godot3-server")
+        for name, program in programs.items():
+            taken: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+            for _ in range(asked.rounds):
+                taken["ludus"].append(step_with_ludus(program, free_port(), asked.seconds))
+                taken["godot-rl"].append(step_with_package(program, free_port(), asked.seconds))
+                taken["godot-rl with arrays"].append(step_with_package(program, free_port(), asked.seconds, "--arrays"))
+            rows.append({"game": name, **taken})
+    result = {**provenance(), "rounds": asked.rounds, "seconds": asked.seconds, "load_before": load_before, "rows": rows}
+    (RESULTS / "godot-steps.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "godot-steps.md").write_text(steps_report(result))
+    print(steps_report(result))
+
+
+def steps_report(result: dict[str, Any]) -> str:
+    lines = [
+        "# Steps of games with the plugin of Godot RL Agents",
+        "",
+        f"{result['date']}, commit {result['commit']}, {result['cpu']}, Python {result['python']}, godot-rl 0.8.2",
+        "",
+        f"Median [min to max] of {result['rounds']} rounds of {result['seconds']:g} s, in turn. *CPU* is that of the side of Python, in µs per step. "
+        f"Load of the machine before: {result['load_before']:.1f} (other programs). *one*, *chase* and *hybrid* are the stand-in of the tests "
+        "(1, 4 and 2 agents; *hybrid* with images), a Python program that takes part of every step; *chase in Godot 3* has 4 agents.",
+        "",
+        "*godot-rl with arrays* also makes an array per part of the observations, as its wrapper for Stable-Baselines3 does; *ludus* makes one per "
+        "agent and part, checks its size and that its numbers are finite.",
+        "",
+        f"| game | {' | '.join(f'{side}, steps/s' for side in SIDES)} | {' | '.join(f'{side}, CPU' for side in SIDES)} |",
+        f"|---|{'---:|' * 2 * len(SIDES)}",
+    ]
+    for row in result["rows"]:
+        cells = [row["game"]]
+        for key in ("steps_per_s", "cpu_us_per_step"):
+            for side in SIDES:
+                values = [one[key] for one in row[side]]
+                cells.append(f"{statistics.median(values):,.0f} [{min(values):,.0f} to {max(values):,.0f}]")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
@@ -189,6 +285,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     part.add_argument("--seed", type=int, default=0)
     part.add_argument("--episodes", type=int, default=200)
     part.set_defaults(part=lander)
+    part = parts.add_parser("steps")
+    part.add_argument("--rounds", type=int, default=5)
+    part.add_argument("--seconds", type=float, default=4.0)
+    part.set_defaults(part=steps)
     asked = parser.parse_args(argv)
     asked.part(asked)
 

@@ -31,17 +31,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--framerate", type=int)
+    parser.add_argument("--arrays", action="store_true", help="make arrays of the observations of each step")
     parser.add_argument("--record", type=Path)
     asked = parser.parse_args()
     from godot_rl.core.godot_env import GodotEnv
 
-    env = GodotEnv(env_path=str(asked.game.resolve()), port=asked.port, seed=asked.seed)
+    env = GodotEnv(env_path=str(asked.game.resolve()), port=asked.port, seed=asked.seed, framerate=asked.framerate)
     env.reset()
     if asked.record:
         record(env, asked.steps, asked.record)
         env.close()
         return
-    measured = measure(env, asked.seconds)
+    measured = measure(env, asked.seconds, arrays=asked.arrays)
     env.close()
     print(json.dumps(measured))  # after the lines of the package
 
@@ -61,14 +63,23 @@ def actions_of(env: Any, step: int) -> list[list[Any]]:
     return actions
 
 
-def measure(env: Any, seconds: float) -> dict[str, Any]:
+def measure(env: Any, seconds: float, *, arrays: bool) -> dict[str, Any]:
     """Steps per second with the same actions at every step."""
+    import numpy as np
+
     actions = actions_of(env, 0)
+
+    def step() -> None:
+        seen = env.step(actions, order_ij=True)[0]
+        if arrays:
+            for name in seen[0]:
+                np.array([one[name] for one in seen])
+
     for _ in range(WARMUP_STEPS):
-        env.step(actions, order_ij=True)
+        step()
     steps, began, cpu = 0, time.perf_counter(), time.process_time()
     while (taken := time.perf_counter() - began) < seconds:
-        env.step(actions, order_ij=True)
+        step()
         steps += 1
     return {"steps_per_s": steps / taken, "cpu_us_per_step": 1e6 * (time.process_time() - cpu) / steps}
 

@@ -188,7 +188,7 @@ def test_messages_may_arrive_in_parts(tmp_path: Path) -> None:
         ("huge", r"announced a message of 4,294,967,295 bytes"),
         ("garbage", r"is not JSON.*<html>"),
         ("other", r"type 'reset' where 'step' was due"),
-        ("nan", r"the observation of shared_policy_0.*(nan|NaN|finite)"),
+        ("nan", r"the observation obs of shared_policy_0.*(nan|NaN|finite)"),
         ("nan_reward", r"gave shared_policy_0 the reward nan"),
         ("fewer", r"'obs' of its message is not a list of 4 values"),
     ],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
 from ludus.core.spaces import SpaceParser
-from ludus.core.tree import Tree
+from ludus.core.tree import Array, Tree
 
 MAX_AGENTS = 4096
 MAX_SIZE = 1 << 26
@@ -32,9 +32,10 @@ class GodotAgent:
         acted = {part: _action_space(part, declared) for part, declared in _parts(action, "action_space")}
         self.observation_space = _joined(observed)
         self.action_space = _joined(acted)
-        self._observed, self._acted = list(observed), acted
-        self._images = [part for part, space in observed.items() if space.dtype == np.uint8]
-        self._parse = SpaceParser(self.observation_space, f"the observation of {name}")
+        self._acted = acted
+        self._act = [(part, isinstance(space, gym.spaces.Discrete)) for part, space in acted.items()]
+        self._read = {part: _reader(space, f"{part} of {name}") for part, space in observed.items()}
+        self._only = next(iter(observed)) if len(observed) == 1 else None
         self.rest: dict[str, Any] = {
             part: 0 if isinstance(space, gym.spaces.Discrete) else [0.0] * int(np.prod(space.shape or ()))
             for part, space in acted.items()
@@ -42,25 +43,51 @@ class GodotAgent:
         """Action of an agent that waits."""
 
     def observation(self, given: Any) -> Tree:
-        if not isinstance(given, Mapping):
-            raise ValueError(f"the observation of {self.name} is {given!r:.100}, not an object")
-        missing = [part for part in self._observed if part not in given]
-        if missing:
-            raise ValueError(f"the observation of {self.name} lacks {', '.join(missing)}")
-        values = {part: given[part] for part in self._observed}
-        for part in self._images:
-            digits = values[part]
-            if not isinstance(digits, str):
-                raise ValueError(f"the image {part} of {self.name} is not a string of hexadecimal digits")
-            values[part] = bytes.fromhex(digits)
-        return self._parse(values[self._observed[0]] if len(values) == 1 else values)
+        try:
+            if self._only is not None:
+                return self._read[self._only](given[self._only])
+            return {part: read(given[part]) for part, read in self._read.items()}
+        except (KeyError, TypeError) as error:
+            if isinstance(given, Mapping) and isinstance(error, TypeError):
+                raise
+            missing = [part for part in self._read if not isinstance(given, Mapping) or part not in given]
+            raise ValueError(f"the observation of {self.name} lacks {', '.join(missing)}: {given!r:.100}") from None
 
     def action(self, chosen: Any) -> dict[str, Any]:
-        whole = chosen if len(self._acted) > 1 else dict.fromkeys(self._acted, chosen)
+        if len(self._act) == 1:
+            ((part, discrete),) = self._act
+            return {part: int(chosen) if discrete else np.asarray(chosen).reshape(-1).tolist()}
         return {
-            part: int(whole[part]) if isinstance(space, gym.spaces.Discrete) else np.asarray(whole[part]).reshape(-1).tolist()
-            for part, space in self._acted.items()
+            part: int(chosen[part]) if discrete else np.asarray(chosen[part]).reshape(-1).tolist() for part, discrete in self._act
         }
+
+
+def _reader(space: gym.Space[Any], what: str) -> Callable[[Any], Array]:
+    """A function that makes an array of a part of an observation. It raises ValueError."""
+    where = f"the observation {what}"
+    if isinstance(space, gym.spaces.Discrete):
+        categories = int(space.n)
+
+        def read_category(given: Any) -> Array:
+            value = given[0] if isinstance(given, list) and len(given) == 1 else given  # the plugin sends either
+            if not isinstance(value, (int, float)) or not 0 <= value < categories or value % 1:
+                raise ValueError(f"{where} is {given!r:.100}, not a whole number from 0 to {categories - 1:,}")
+            return np.array(int(value))
+
+        return read_category
+    if space.dtype != np.uint8:
+        return SpaceParser(space, where)
+    shape, size = space.shape or (), int(np.prod(space.shape or ()))
+
+    def read_image(given: Any) -> Array:
+        if not isinstance(given, str):
+            raise ValueError(f"{where} is not a string of hexadecimal digits")
+        data = bytearray.fromhex(given)
+        if len(data) != size:
+            raise ValueError(f"{where} has {len(data):,} bytes, its size says {size:,}")
+        return np.frombuffer(data, np.uint8).reshape(shape)
+
+    return read_image
 
 
 def read_agents(info: Mapping[str, Any]) -> list[GodotAgent]:

@@ -24,6 +24,7 @@ MAX_PORTS = 1000
 _PREFIX = struct.Struct("<I")
 _CHUNK = 1 << 18
 _POLL_S = 0.2
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _QUOTED = 200
 
 
@@ -56,12 +57,12 @@ class GameConnection:
 
     def __init__(self, stream: socket.socket, timeout_s: float, fault: Fault) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.settimeout(timeout_s)
         self._stream, self._timeout_s, self._fault = stream, timeout_s, fault
         self._received = bytearray()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps(message, separators=(",", ":")).encode()
-        self._stream.settimeout(self._timeout_s)
+        data = _to_json(message).encode()
         try:
             self._stream.sendall(_PREFIX.pack(len(data)) + data)
         except TimeoutError:
@@ -96,12 +97,10 @@ class GameConnection:
     def _read(self, size: int, deadline: float, kind: str) -> None:
         """Receive until `size` bytes are there."""
         while len(self._received) < size:
-            left = deadline - time.monotonic()
             try:
-                if left <= 0:
+                data = self._stream.recv(_CHUNK)
+                if time.monotonic() > deadline:  # it sends a byte now and then
                     raise TimeoutError
-                self._stream.settimeout(left)
-                data = self._stream.recv(max(_CHUNK, min(size - len(self._received), _CHUNK << 4)))
             except TimeoutError:
                 raise self._fault(
                     f"It sent no {kind!r} within {self._timeout_s:g} s.", "A longer time: env_config: {timeout: 300}."
