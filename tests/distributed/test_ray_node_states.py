@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from ludus.distributed.ray_nodes import RayNodes, RayTimeouts, max_blocks_ahead
 from ludus.distributed.sampling_plan import SamplingPlan
 from ludus.distributed.sampling_pool import SamplingNode
 from ludus.errors import Unreachable, WorkerFailed
+from ludus.launch.doctor.checks import graphics
 from ludus.ray_cluster.cluster import Cluster
 from ludus.ray_cluster.membership import Member
 from ludus.transport.ring_buffer import Wakeup
@@ -29,6 +31,8 @@ from tests.distributed.test_node_agent import Scripted, plan
 from tests.waiting import wait_until
 
 WAIT_S = 20.0
+_asking = threading.local()
+"""The machine whose agent runs in this thread."""
 
 
 class Call:
@@ -81,6 +85,7 @@ class Host:
 
     def answer(self, method: str, *args: Any) -> Any:
         assert self.answers.wait(WAIT_S)
+        _asking.name = self.name
         if method == "open":
             args = (args[0], self._make, *args[2:])
         if method == "start" and args[0] in self.refused:
@@ -219,6 +224,28 @@ def test_an_agent_that_cannot_be_placed_is_no_reason_not_to_begin(rig: Rig) -> N
         assert list(named(nodes)) == ["a"]
         rig.hosts["b"].closed_to_us = False
         rig.until(lambda: "b" in named(nodes))
+
+
+def test_a_node_without_a_working_screen_is_named_and_left_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LUDUS_SCREEN", raising=False)
+    problems = {"b": "Xvfb is not installed"}
+    monkeypatch.setattr(graphics, "find_screen_problem", lambda choice, *, window: problems.get(_asking.name, ""))
+    told: list[str] = []
+    made = replace(plan(), display="xvfb")
+    with rig.nodes(made, announce=told.append) as nodes:
+        assert list(named(nodes)) == ["a"]
+        assert [line for line in told if line.startswith("left out")] == [
+            "left out: b: display: xvfb does not work there: Xvfb is not installed. See there: ludus doctor --display xvfb"
+        ]
+        assert nodes._retry_at["b"][0] == math.inf
+    problems["b"] = "Xvfb is not installed"
+    few = r"Only a of the nodes .* can be used \(min_nodes is 2\): b: display: xvfb does not work there"
+    with pytest.raises(WorkerFailed, match=few), rig.nodes(replace(made, min_nodes=2)):
+        pass
+    problems["a"] = "on a private X server the X server has no GLX"
+    none = r"No node .* a: display: xvfb .*no GLX.*; b: .*Xvfb is not installed"
+    with pytest.raises(WorkerFailed, match=none), rig.nodes(made):
+        pass
 
 
 def test_one_that_does_not_answer_joins_later(rig: Rig) -> None:

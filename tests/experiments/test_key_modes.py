@@ -54,6 +54,7 @@ OTHER: dict[str, Any] = {
     "worker_hang_s": 7.0,
     "num_envs_per_worker": 16,
     "display": "xvfb",
+    "min_nodes": 2,
     "self_play": {"every": 3},
     "evaluation_interval": 5,
     "evaluation_interval_unit": "timesteps",

@@ -128,6 +128,11 @@ class AlgorithmConfig(ConfigSection):
         0,
         description="Number of sampling processes; 0 = sample in this process; auto = measure the environment briefly and choose.",
     )
+    min_nodes: int = Field(
+        1,
+        ge=1,
+        description="With a Ray cluster: machines that must be able to sample when the run starts; with fewer the run ends and names the others.",
+    )
     sampling: Literal["sync", "pipelined", "async"] = Field(
         "sync",
         description="sync: sample and learn in turn; pipelined: sample the next batch while learning, one version behind; async: workers never wait.",

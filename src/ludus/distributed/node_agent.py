@@ -26,6 +26,7 @@ from ludus.core.tree import Array, copy_into
 from ludus.core.types import Segments
 from ludus.distributed.sampling_plan import SamplingPlan
 from ludus.distributed.sampling_pool import LocalNode, SamplingNode, WorkerReport
+from ludus.launch.doctor.checks.graphics import require_screen
 from ludus.process.temp_dirs import TempDir
 from ludus.ray_cluster.cluster import NODE_LOG_DIR
 from ludus.transport.ring_buffer import Wakeup
@@ -122,8 +123,12 @@ class NodeAgent:
         return {"ludus": ludus.__version__, "python": platform.python_version(), "pid": str(os.getpid())}
 
     def open(self, plan: SamplingPlan, make: NodeFactory, log_dir: str | None, mark: str) -> None:
-        """Prepare to start workers. Logs go below `log_dir` if its file `mark` is visible from here."""
+        """Prepare to start workers. Logs go below `log_dir` if its file `mark` is visible from here.
+
+        Raises WorkerFailed if the environments would find no working screen here.
+        """
         self._called_at = time.monotonic()
+        require_screen(plan.display, plan.env, plan.env_config)
         self._layouts = plan.layouts
         self._alternates = plan.ahead is not None
         self._min_blocks = max(1, -(-BUNDLE_BYTES // self._layouts.nbytes))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -32,6 +33,7 @@ from ludus.distributed.sampling_plan import COUNTERS, SamplingPlan
 from ludus.distributed.sampling_pool import LocalNode, SamplingNode, WorkerReport
 from ludus.distributed.watched_thread import WatchedThread
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.launch.doctor.checks.graphics import require_screen
 from ludus.ray_cluster.cluster import Cluster
 from ludus.ray_cluster.membership import Member
 from ludus.transport.ring_buffer import Wakeup
@@ -250,6 +252,8 @@ class RayNodes:
         self._logs = _SharedLogDir(log_dir)
         self._wakeup, self._wakeup_path = Wakeup(wakeup), wakeup
         self._own: LocalNode | None = None
+        self._own_problem = ""
+        """Why no workers run on this machine."""
         self._thread = WatchedThread("ray-state", self._run, self._on_crash)
         self._gcs = GcsThread(
             cluster,
@@ -260,16 +264,27 @@ class RayNodes:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
+            self._check_own_screen()
             self._update_own_node()
             self._thread.start()
             self._gcs.start()
             self._wait_for_agents()
             undo.pop_all()
 
+    def _check_own_screen(self) -> None:
+        me = self._own_member()
+        if self._agent_here or me is None:
+            return
+        try:
+            require_screen(self._plan.display, self._plan.env, self._plan.env_config)
+        except WorkerFailed as error:
+            log.warning("no workers on %s: %s", me.host, error)
+            self._own_problem = f"{me.host}: {error}"
+
     def _update_own_node(self) -> None:
         """Run workers on this machine, with the cores of its Ray nodes. Called by the learner's thread, which starts the workers."""
         me = self._own_member()
-        if self._agent_here or me is None:
+        if self._agent_here or me is None or self._own_problem:
             return
         cores = (me.cores if me.alive else 0) + sum(member.cores for member in self._members if self._shares_weights(member))
         if self._own is None:
@@ -330,13 +345,19 @@ class RayNodes:
                 ready = {node.id for node in list(self._nodes.values()) if node.ready}
                 if wanted <= ready | self._unusable.keys():
                     break
-                if not begun and (ready or self._own is not None):
+                if not begun and len(ready) + (self._own is not None) >= self._plan.min_nodes:
                     begun, deadline = True, min(deadline, time.monotonic() + self._timeouts.others_s)
                 self._settled.wait(_POLL_S)
         nodes = self.current()
-        if not nodes:
-            reasons = "; ".join(sorted(set(self._unusable.values()))) or f"no agent was ready within {start_s:.0f} s"
-            raise WorkerFailed(f"No node of the Ray cluster at {self._cluster.address} can be used: {reasons}.")
+        left_out = sorted({*self._unusable.values(), *([self._own_problem] if self._own_problem else [])})
+        if len(nodes) < self._plan.min_nodes:
+            reasons = "; ".join(left_out) or f"no other agent was ready within {start_s:.0f} s"
+            usable = ", ".join(node.name for node in nodes)
+            count = f"Only {usable} of the nodes" if nodes else "No node"
+            needed = f" (min_nodes is {self._plan.min_nodes})" if nodes else ""
+            raise WorkerFailed(f"{count} of the Ray cluster at {self._cluster.address} can be used{needed}: {reasons}.")
+        for why in left_out:
+            self._announce(f"left out: {why}")
         self._announce(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
 
     def _needs_agent(self, member: Member) -> bool:
@@ -493,7 +514,8 @@ class RayNodes:
         elif failed is not None and isinstance(error, RayTaskError):  # other errors mean that the agent is gone
             failed(_reason(error))
         else:
-            self.give_up(node, _reason(error))
+            final = isinstance(error, RayTaskError) and bool(getattr(error.cause, "final", False))
+            self.give_up(node, _reason(error), final=final)
 
     def request_bundles(self, node: RaySamplingNode) -> None:
         """Keep requests for bundles in flight while there is room for blocks."""
@@ -540,7 +562,8 @@ class RayNodes:
 
     # -- ends
 
-    def give_up(self, node: RaySamplingNode, why: str) -> None:
+    def give_up(self, node: RaySamplingNode, why: str, *, final: bool = False) -> None:
+        """`final`: it gets no other agent while it is a member of the cluster."""
         if node.lost:
             return
         node.lost = why
@@ -550,7 +573,7 @@ class RayNodes:
         _, backoff = self._retry_at.get(node.id, (0.0, Backoff(_BACKOFF_S, _MAX_BACKOFF_S)))
         if node.ready:
             backoff.reset()
-        self._retry_at[node.id] = self.now() + backoff.next_delay(), backoff
+        self._retry_at[node.id] = math.inf if final else self.now() + backoff.next_delay(), backoff
         with self._settled:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"

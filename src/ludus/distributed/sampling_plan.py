@@ -58,6 +58,8 @@ class SamplingPlan:
     wrappers: WrapperList = ()
     display: str = AUTO
     """Screen of the environments, as `config.display`."""
+    min_nodes: int = 1
+    """Machines of a Ray cluster without which the run does not start."""
     code_bundle: CodeBundle = field(default_factory=CodeBundle)
     """The code of `env`, if it is a function of the user's script."""
     matches: MatchSamplingPlan | None = None

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ludus.display.game_screen import GameScreen
 from ludus.display.screen_grab import Picture
@@ -26,6 +27,7 @@ from ludus.io.rotating_log import MAX_BYTES
 from ludus.process import temp_dirs
 from ludus.process.commands.command import GRACE_S, GameExit, GameProcess, Games
 from ludus.process.commands.thread_limits import ResourceLimit, thread_limits
+from ludus.process.screen_choice import XVFB
 from ludus.process.temp_dirs import TempDir
 
 SHOWN_LINES = 8
@@ -74,6 +76,14 @@ class _SharedGames:
 
 
 _shared = _SharedGames()
+
+
+def opens_window(env: str, env_config: Mapping[str, Any], display: str) -> bool:
+    """Whether an environment starts players that draw. A Unity player whose `no_graphics` is not given may be a build for servers."""
+    if env == "unity":
+        no_graphics = env_config.get("no_graphics")
+        return no_graphics is False or (no_graphics is None and display == XVFB)
+    return env == "godot_rl" and bool(env_config.get("show_window"))
 
 
 def open_screen(player: str, *, recorded: bool = False, environment: Mapping[str, str] | None = None) -> GameScreen:

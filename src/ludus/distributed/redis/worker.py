@@ -53,6 +53,7 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
+from ludus.launch.doctor.checks.graphics import require_screen
 from ludus.models.devices import copy_for_acting, parse_device
 from ludus.models.policy import Policy, Weights
 from ludus.models.weights import serialization
@@ -228,6 +229,7 @@ class FleetWorker:
 
     def _make_environments(self, spec: WorkerSpec) -> Environments | MatchCopies:
         screen_choice.configure(spec.display)
+        require_screen(spec.display, spec.env, spec.env_config)
         if spec.matches is not None:
             return make_copies(
                 spec.env, spec.num_envs, spec.env_config, wrappers=spec.wrappers, preprocess=PreprocessConfig(**spec.preprocess),

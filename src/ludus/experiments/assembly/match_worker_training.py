@@ -118,6 +118,7 @@ def make_plan(
         preprocess=config.preprocess,
         wrappers=config.wrappers,
         display=config.display,
+        min_nodes=config.min_nodes,
         num_envs=config.num_envs_per_worker,
         description={},
         spec=matches.specs[0],

@@ -146,6 +146,7 @@ def make_plan(
         preprocess=config.preprocess,
         wrappers=config.wrappers,
         display=config.display,
+        min_nodes=config.min_nodes,
         num_envs=shape.num,
         description=policy.description(),
         spec=segment_spec(policy, shape, config.steps),

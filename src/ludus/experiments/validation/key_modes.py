@@ -90,6 +90,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "sampling": {TrainingMode.EXTERNAL: "games decide when they play"},
     "inference_device": {TrainingMode.EXTERNAL: "requests of games are answered on the CPU"},
     "restart_failed_sub_environments": {TrainingMode.EXTERNAL: _GAMES_PLAY},
+    "min_nodes": _LOCAL_WORKERS,
     "max_worker_restarts": _LOCAL_WORKERS,
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,

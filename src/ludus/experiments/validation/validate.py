@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -55,10 +56,13 @@ def is_multi_agent(env: str, settings: Mapping[str, Any]) -> bool:
     """
     if settings.get("multiagent") is not None and ":" in env and "/" not in env:
         return True  # no need to make it; errors in it are reported when the run makes it
+    plain = "/" not in env and ":" not in env and env not in registered_envs()
+    if plain and re.search(r"-v\d+$", env):
+        return False  # an id of Gymnasium, known without an import of the families with several agents
     from ludus.envs import pettingzoo
 
-    if "/" not in env and ":" not in env and env not in registered_envs() and env not in pettingzoo.FAMILIES:
-        return False  # a plain id of Gymnasium
+    if plain and env not in pettingzoo.FAMILIES:
+        return False
     return pettingzoo.is_multi_agent(env, settings.get("env_config"))
 
 

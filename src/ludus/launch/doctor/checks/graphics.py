@@ -10,11 +10,13 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ludus.display import headless, private_screen, x11
 from ludus.display.game_screen import MIN_OPENGL, describe_player, player_problem
 from ludus.display.opengl_probe import OpenGL, probe_backend
-from ludus.errors import ConfigError, LudusError
+from ludus.envs.player_process import opens_window
+from ludus.errors import ConfigError, LudusError, WorkerFailed
 from ludus.launch.doctor.finding import DoctorFinding, failure, ok, skip, warning
 from ludus.process.screen_choice import SCREEN, screen_choice
 
@@ -107,6 +109,15 @@ def find_screen_problem(choice: str, environ: Mapping[str, str] | None = None, *
         where, probe = f"on the X server {environ[x11.DISPLAY]}", _probe_glx(environ)
     problem = player_problem(probe) if window else probe.why if not _lacks_libgl(probe) else ""
     return problem and f"{where} {problem}"
+
+
+def require_screen(choice: str, env: str, env_config: Mapping[str, Any]) -> None:
+    """Raise WorkerFailed if environments of a run would find no working screen on this machine. It is final: trying again is useless."""
+    window = opens_window(env, env_config, screen_choice({SCREEN: os.environ.get(SCREEN) or choice}))
+    if problem := find_screen_problem(choice, window=window):
+        error = WorkerFailed(f"display: {choice} does not work there: {problem}.", "See there: ludus doctor --display " + choice)
+        error.final = True
+        raise error
 
 
 def check_choice(environ: Mapping[str, str], *, xvfb: bool) -> list[DoctorFinding]:
