@@ -56,6 +56,9 @@ class GameScreen:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return `base` with the variables of this screen."""
+        if self.private is None and self.choice == AUTO:
+            shared = (x11.DISPLAY, x11.AUTHORITY, headless.WAYLAND, "XDG_RUNTIME_DIR")
+            base = {**{name: self._environ[name] for name in shared if name in self._environ}, **base}
         return headless.game_environment(self.choice, base, self.private)
 
     @property

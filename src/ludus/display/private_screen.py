@@ -64,7 +64,7 @@ class PrivateScreen:
                 self.close()
         self.display = f":{int(number)}"
         self._socket = x11.socket_path(int(number))
-        self._socket_id = _file_id(self._socket)
+        self._socket_id = file_id(self._socket)
 
     def variables(self) -> dict[str, str]:
         """Environment variables for a process that renders on it."""
@@ -80,7 +80,7 @@ class PrivateScreen:
         if self._command.is_owner():
             self._command.close()
             self._directory.close()
-            if self._socket_id is not None and _file_id(self._socket) == self._socket_id:  # it was killed
+            if self._socket_id is not None and file_id(self._socket) == self._socket_id:  # it was killed
                 self._socket.unlink(missing_ok=True)
 
     def __enter__(self) -> PrivateScreen:
@@ -96,7 +96,8 @@ def find_xvfb() -> str | None:
     return shutil.which("Xvfb") or shutil.which("Xvfb", path="/usr/bin:/usr/local/bin:/usr/X11R6/bin:/opt/X11/bin")
 
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Tell a file from another one that has taken its name; None if there is none."""
     try:
         stat = path.stat()
     except OSError:

@@ -169,6 +169,8 @@ class GameEntry(_Section):
     modes: tuple[Name, ...] = ()
     wrapper: Annotated[tuple[str, ...], BeforeValidator(_expand_wrapper)] = ()
     """Words before the command."""
+    display: Literal["auto", "xvfb", "egl", "none"] = "none"
+    """Screen of the game."""
     windows: bool = False
     limits: GameLimits = GameLimits()
     restart: GameRestartPolicy = GameRestartPolicy(on="never")

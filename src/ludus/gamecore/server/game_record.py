@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.errors import WorkerFailed
+from ludus.display.game_screen import GameScreen
+from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore.server.catalogue import GameEntry
 from ludus.gamecore.server.command import GameDirectory
 from ludus.gamecore.server.game_status import GameStatus, State
@@ -16,6 +18,7 @@ from ludus.gamecore.server.request import GameRequest
 from ludus.gamecore.server.resource_usage import ResourceUsage, process_tree_usage
 from ludus.io import rotating_log
 from ludus.process.commands.command import GameProcess
+from ludus.process.screen_choice import SCREEN
 
 EXIT_S = 20.0
 """Time limit for the guard process to report the exit of a stopped game."""
@@ -39,6 +42,7 @@ class GameRecord:
         self.start_from, self.saves_states = start_from, saves_states
         self.is_forked = False
         self.process: GameProcess | None = None
+        self.screen: GameScreen | None = None
         self.began = asyncio.get_running_loop().time()
         """Time of the request; later the start of the first process."""
         self.time_limit_s = request.timeout_s or entry.limits.seconds
@@ -51,6 +55,19 @@ class GameRecord:
         self.grace_s, self.kill_deadline = entry.grace_s, math.inf
         self.initial_log_size = 0
         """Size of the log when the current process started."""
+
+    def open_screen(self, environment: Mapping[str, str]) -> GameScreen:
+        """The screen of the game's next process; `environment`: the server's. Raises WorkerFailed."""
+        try:
+            self.screen = GameScreen(choice=environment.get(SCREEN) or self.entry.display, environ=environment)
+        except UsageError as error:
+            raise WorkerFailed(f"{self.request.game} gets no screen. {error.message}", error.hint) from error
+        return self.screen
+
+    def close_screen(self) -> None:
+        screen, self.screen = self.screen, None
+        if screen is not None:
+            screen.close()
 
     def request_end(self, state: State, reason: str, grace_s: float) -> None:
         """Stop the process. The first call sets state and reason; later calls can only shorten the grace period."""

@@ -34,6 +34,7 @@ from ludus.gamecore.server.state_dir import StateDir
 from ludus.gamecore.server.task_results import TaskResults
 from ludus.process import identity
 from ludus.process.commands.command import GameExit, GameProcess
+from ludus.process.screen_choice import NONE
 
 log = logging.getLogger(__name__)
 
@@ -320,12 +321,14 @@ class ProcessTable:
             return None
         try:
             record.process = await self._run_in(self._start_pool, self._start, record, exited)
+            ended = await self._watch(record, exited)
         except WorkerFailed as error:
             log.error("%s", error)
             record.failure = error if not record.started.is_set() else None
             await self._finish(record, "crashed", error.message)
             return None
-        ended = await self._watch(record, exited)
+        finally:
+            await self._run_in(self._start_pool, record.close_screen)
         status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
         status.pid = record.process = None
         decision = decide_end(ended.code, f"It {ended}.", record.requested_end, status.restarts, record.entry.restart)
@@ -370,6 +373,8 @@ class ProcessTable:
         record.initial_log_size = record.log_size()
         self.state_dir.save(status)  # before the process starts, so that a killed server can find it
         command = build_command(self.catalogue, request, game_dir, states, self._base_environment, self._free_port)
+        if record.entry.display != NONE:
+            command = replace(command, environment=record.open_screen(self._base_environment).environment(command.environment))
 
         def set_exit(found: GameExit | None) -> None:
             assert found is not None
