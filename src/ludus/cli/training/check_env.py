@@ -10,15 +10,16 @@ import typer
 
 from ludus.cli.check_report import finding_line, print_rows
 from ludus.cli.help import option_in
-from ludus.cli.output import Printer, make_console, make_facts, say
+from ludus.cli.output import Printer, make_console, make_facts
 from ludus.cli.training import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.envs.env_check.findings import EnvFinding, EnvReport
+    from ludus.envs.env_check.findings import EnvFinding, EnvReport, Level
     from ludus.envs.env_check.session import CheckRequest
     from ludus.experiments.recommendation.settings import Recommendation, TrialCost
 
+_NAMES: dict[Level, str] = {"mistake": "mistakes", "warning": "warnings", "advice": "pieces of advice"}
 _check, _output = map(option_in, ("Check", "Output"))
 
 
@@ -152,9 +153,10 @@ def _print(report: EnvReport, advice: Recommendation | None, cost: TrialCost | N
     if advice is not None:
         print("\nrecommended configuration:\n")
         print(advice.to_yaml(), end="")
+    print(f"\n{report.env}: {_counts(report)}", flush=True)
+
+
+def _counts(report: EnvReport) -> str:
+    found = [f"{report.count(level)} {name}" for level, name in _NAMES.items() if report.count(level)]
     passed, skipped = (sum(row.state == state for row in report.rows) for state in ("ok", "not checked"))
-    mistakes, warnings, advices = (report.count(level) for level in ("mistake", "warning", "advice"))
-    not_checked = f", {skipped} not made" * bool(skipped)
-    say(
-        f"\n{report.env}: {mistakes or 'no'} mistakes, {warnings} warnings, {advices} pieces of advice; {passed} checks passed{not_checked}"
-    )
+    return f"{', '.join(found) or 'nothing found'}; {passed} checks passed" + f", {skipped} not made" * bool(skipped)

@@ -30,7 +30,7 @@ class SharedCallMarks:
         self._serial = 0
 
     def enter(self, call: str, step: int) -> None:
-        self._serial |= 1
+        self._serial = (self._serial + 1) | 1
         _LAYOUT.pack_into(self._memory, 0, self._serial, step, call.encode()[:48])
 
     def leave(self) -> None:

@@ -49,7 +49,7 @@ CHECKS: Mapping[str, EnvCheck] = {
         EnvCheck("spaces_change", "mistake", "Spaces never change", "Make them large enough for all episodes, and mask.", "play"),
         EnvCheck("observation_constant", "warning", "Observations change", "Show the agent the state of the game.", "play"),
         EnvCheck("time_limit", "warning", "A time limit truncates and does not terminate", "Return truncated=True when the time is over.", "play"),
-        EnvCheck("memory", "warning", "Memory does not grow", "Free in reset() what an episode has allocated.", "play"),
+        EnvCheck("memory", "warning", "Memory does not grow", "Free in reset() what an episode has allocated; limit caches.", "play"),
         EnvCheck("prints", "warning", "Steps print nothing", "Use logging: printing is slow and disturbs --json.", "play"),
         EnvCheck("slow", "advice", "Steps are fast", "Sample in several processes: num_workers.", "play"),
         EnvCheck("uneven", "advice", "Steps take about equally long", "Copies wait for the slowest: fewer of them, more workers.", "play"),

@@ -49,9 +49,9 @@ def play_at_random(session: CheckSession) -> None:
 
 def _play(session: CheckSession, subject: Subject, recorder: PlayRecorder) -> None:
     request, random = session.request, np.random.default_rng(session.request.seed)
-    began, printed, points = time.perf_counter(), printed_bytes(), 0
-    session.step = 0
+    session.step, points = 0, 0
     moment = recorder.reset(subject.reset(request.seed))
+    began, printed = time.perf_counter(), printed_bytes()  # libraries may be loaded by the first reset
     while session.step < request.steps:
         progress = max(session.step / request.steps, (time.perf_counter() - began) / request.seconds)
         if progress >= 1 and session.step >= _WARM_STEPS:
@@ -82,11 +82,12 @@ class PlayRecorder:
             prefix = "" if self._shared or not agent else f"{agent}: "
             self._places[agent] = []
             for path, leaf in leaf_spaces(view.declared):
-                if path == "action_mask":
+                if path.partition(".")[0] == "action_mask":
                     continue
                 self._places[agent].append((path, prefix + path))
                 self._parts.setdefault(prefix + path, NumberStatistics(leaf))
         self._step_s: list[float] = []
+        self._preempted: list[bool] = []
         self._reset_s: list[float] = []
         self._memory: list[int] = []
         self._rewards = NumberStatistics(_SCALAR)
@@ -105,6 +106,7 @@ class PlayRecorder:
 
     def step(self, moment: Moment) -> Moment:
         self._step_s.append(self._session.last_call_s)
+        self._preempted.append(self._session.last_call_preempted)
         self._length += 1
         for agent, reward in moment.rewards.items():
             self._rewards.add(reward)
@@ -114,7 +116,7 @@ class PlayRecorder:
         self._read(moment)
         if moment.over:
             self._lengths.append(self._length)
-            self._returns.append(float(np.mean(list(self._return.values()) or [0.0])))
+            self._returns += self._return.values() or [0.0]
             kinds = set(moment.ended.values()) or {"terminated"}
             self._ends.append(kinds.pop() if len(kinds) == 1 else "mixed")
         return moment
@@ -161,14 +163,16 @@ class PlayRecorder:
 
     def _conclude_speed(self) -> None:
         facts, log = self._session.facts, self._session.findings
-        times = np.array(self._step_s[_WARM_STEPS // 2 :] or self._step_s or [0.0])
+        undisturbed = [time_s for time_s, preempted in zip(self._step_s, self._preempted, strict=True) if not preempted]
+        measured = undisturbed if 2 * len(undisturbed) > len(self._step_s) else self._step_s
+        times = np.array(measured[_WARM_STEPS // 2 :] or measured or [0.0])
         p05, median, p95, p99 = np.percentile(times, (5, 50, 95, 99)).tolist()
         mean = float(times.mean())
         facts["step_s"] = {"p05": p05, "median": median, "mean": mean, "p95": p95, "p99": p99, "max": float(times.max())}
         resets = np.array(self._reset_s or [0.0])
         facts["reset_s"] = {"median": float(np.median(resets)), "max": float(resets.max())}
-        if mean > _SLOW_S:
-            log.add("slow", f"a step takes {format_ms(mean)}: {format_number(1 / mean)} steps/s in one process")
+        if median > _SLOW_S:
+            log.add("slow", f"a step takes {format_ms(median)}: {format_number(1 / median)} steps/s in one process")
         if len(times) >= 50 and p99 > _UNEVEN_S and p99 > _UNEVEN * median:
             log.add("uneven", f"half of the steps take up to {format_ms(median)}, one in a hundred {format_ms(p99)} or more")
 
@@ -217,8 +221,8 @@ class PlayRecorder:
             log.add("reward_scale", f"rewards are from {format_number(low)} to {format_number(high)}")
         if typical and largest > _RATIO * typical and largest > _LARGE:
             log.add("reward_outliers", f"half of the rewards are up to {format_number(typical)}, one is {format_number(largest)}")
-        if len(self._returns) >= _FEW_EPISODES and share and not np.ptp(self._returns):
-            log.add("reward_sparse", f"all {len(self._returns)} episodes had the return {format_number(self._returns[0])}")
+        if len(self._lengths) >= _FEW_EPISODES and share and not np.ptp(self._returns):
+            log.add("reward_sparse", f"all {len(self._lengths):,} episodes had the return {format_number(self._returns[0])}")
         if rewards.count >= _MANY_STEPS and share < _SPARSE:
             text = (
                 f"{len(self._nonzero):,} of {rewards.count:,} rewards are not 0"
@@ -231,7 +235,8 @@ class PlayRecorder:
         parts = {name: statistics.to_json() for name, statistics in self._parts.items() if statistics.count}
         self._session.facts["observation"] = parts
         log = self._session.findings
-        many = min((self._parts[name].count for name in parts), default=0) >= 50
+        one_step = bool(self._lengths) and max(self._lengths) == 1  # a game whose players see nothing, such as a matrix game
+        many = not one_step and min((self._parts[name].count for name in parts), default=0) >= 50
         if many and all(part["constant"] == part["numbers"] for part in parts.values()):
             log.add(
                 "observation_constant", f"none of {sum(part['numbers'] for part in parts.values()):,} numbers has ever changed"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ludus.envs.env_check.session import CheckSession
+from ludus.envs.env_check.session import CallFailed, CheckSession
 from ludus.envs.env_check.subject import Subject, make_subject, random_actions
+from ludus.errors import UsageError
 
 VIDEO_MODE = "rgb_array"
 
@@ -15,19 +17,33 @@ VIDEO_MODE = "rgb_array"
 def check_rendering(session: CheckSession) -> None:
     """Stage `rendering`."""
     plain = make_subject(session)
-    modes = [str(mode) for mode in plain.metadata.get("render_modes", ())]
+    metadata = plain.metadata
     session.try_call("close", plain.close)
+    if not metadata.get("render_modes"):
+        metadata = _metadata_with_video(session)
+    modes = [str(mode) for mode in metadata.get("render_modes", ())]
     session.facts["render_modes"] = modes
     if VIDEO_MODE not in modes:
         return
-    if not plain.metadata.get("render_fps"):
-        session.findings.add("render_fps", f"metadata is {dict(plain.metadata)}"[:160])
+    if not metadata.get("render_fps"):
+        session.findings.add("render_fps", f"metadata is {dict(metadata)}"[:160])
     subject = make_subject(session, VIDEO_MODE)
     try:
         frames = _render_some(session, subject)
     finally:
         session.try_call("close", subject.close)
     session.facts["frame"] = list(np.shape(frames[0])) if frames else None
+
+
+def _metadata_with_video(session: CheckSession) -> Mapping[str, Any]:
+    """Of an environment that training makes as a vector, which says nothing about rendering, and rollouts as a single one."""
+    quiet = CheckSession(session.request, marks=session.marks)
+    try:
+        shown = make_subject(quiet, VIDEO_MODE)
+    except (CallFailed, UsageError):
+        return {}
+    quiet.try_call("close", shown.close)
+    return shown.metadata
 
 
 def _render_some(session: CheckSession, subject: Subject) -> list[Any]:

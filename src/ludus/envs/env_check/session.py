@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from ludus.config.schema import PreprocessConfig
 from ludus.envs.env_check.findings import FindingLog
 from ludus.errors import EnvironmentFault, UsageError, user_frame
+
+_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts for processes only
 
 
 class CallFailed(Exception):
@@ -67,6 +70,8 @@ class CheckSession:
         self.step = 0
         """Number of the current step, for messages."""
         self.last_call_s = 0.0
+        self.last_call_preempted = False
+        """Another process got the core during the last call: its time says nothing about the environment."""
 
     def deadline(self) -> float:
         """End of a stage that plays until something happens, in seconds of time.perf_counter."""
@@ -75,7 +80,7 @@ class CheckSession:
     def call(self, what: str, function: Callable[..., Any], *arguments: Any, kind: str = "raises", **keywords: Any) -> Any:
         """Call the environment. A failure is reported as a finding of `kind`; raises CallFailed, or UsageError."""
         self.marks.enter(what, self.step)
-        began = time.perf_counter()
+        preemptions, began = _preemptions(), time.perf_counter()
         try:
             return function(*arguments, **keywords)
         except UsageError:
@@ -91,7 +96,12 @@ class CheckSession:
             raise CallFailed(what) from error
         finally:
             self.last_call_s = time.perf_counter() - began
+            self.last_call_preempted = _preemptions() != preemptions
             self.marks.leave()
+
+    def beat(self, what: str) -> Callable[[], None]:
+        """A function that shows that a call of many copies goes on."""
+        return lambda: self.marks.enter(what, self.step)
 
     def try_call(self, what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, str]:
         """Call the environment where an exception is allowed. Returns (result, "") or (None, description of the exception)."""
@@ -107,6 +117,7 @@ class CheckSession:
 _KINDS_OF_FAULTS = (
     ("forbids every action", "mask_empty"),
     ("action_mask", "mask"),
+    ("action mask", "mask"),
     ("the reward", "reward"),
     ("possible_agents", "agents"),
     ("is not finite", "finite"),
@@ -130,6 +141,11 @@ def kind_of_fault(fault: EnvironmentFault, otherwise: str) -> str:
     if " raised " in fault.message:
         return otherwise
     return next((kind for text, kind in _KINDS_OF_FAULTS if text in fault.message), otherwise)
+
+
+def _preemptions() -> int:
+    """Times that the kernel has taken the core away from this thread."""
+    return resource.getrusage(_THREAD).ru_nivcsw
 
 
 def printed_bytes() -> int:

@@ -28,6 +28,7 @@ def check_spaces(session: CheckSession) -> None:
     """Stage `spaces`."""
     session.step = 0
     subject = make_subject(session)
+    session.facts["construct_s"] = session.last_call_s
     session.try_call("close", subject.close)
     session.facts["several_agents"] = isinstance(subject, MatchSubject)
     drop: set[str] = set()

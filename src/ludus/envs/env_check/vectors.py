@@ -19,7 +19,9 @@ from ludus.envs.vector_env import Environments, LoopEnvironments, make_environme
 
 _ROWS = 4
 _STEPS = 60
-_MEASURED_ROWS = 32
+_MOST_ROWS = 32
+_START_S = 3.0
+"""Time in which the measured copies must be made and reset, as far as one copy can tell."""
 
 
 def check_vector(session: CheckSession) -> None:
@@ -37,7 +39,11 @@ def check_vector(session: CheckSession) -> None:
         session.try_call("close", environments.close)
     if any(finding.check.level == "mistake" for finding in session.findings):
         return  # it would raise them again, in other words
-    session.facts["rows_steps_per_s"] = {str(rows): _measure(session, rows) for rows in (1, _MEASURED_ROWS)}
+    many = _MOST_ROWS
+    if not native:
+        one_s = session.facts.get("construct_s", 0.0) + session.facts.get("reset_s", {}).get("max", 0.0)
+        many = max(2, min(_MOST_ROWS, int(_START_S / max(one_s, 1e-6))))
+    session.facts["rows_steps_per_s"] = {str(rows): _measure(session, rows) for rows in (1, many)}
 
 
 def _make(session: CheckSession, rows: int) -> Environments:
@@ -46,7 +52,7 @@ def _make(session: CheckSession, rows: int) -> Environments:
         preprocess = preprocess.model_copy(update={"drop": [*(preprocess.drop or ()), *session.drop]})
     made: Environments = session.call(
         "its constructor", make_environments, request.env, rows, request.env_config, preprocess=preprocess,
-        wrappers=request.wrappers, kind="construct",
+        wrappers=request.wrappers, beat=session.beat("a call of several copies"), kind="construct",
     )  # fmt: skip
     return made
 

@@ -104,7 +104,7 @@ def _experiment_name(env: str) -> str:
 def _choose_algorithm(report: EnvReport, reasons: dict[str, str]) -> str:
     facts = report.facts
     action = _first_space(facts, "action")["type"]
-    step_s = facts.get("step_s", {}).get("mean", 0.0)
+    step_s = facts.get("step_s", {}).get("median", 0.0)
     if action == "Discrete" and not facts.get("several_agents") and not facts.get("masked") and step_s > _SLOW_S:
         reasons["run"] = f"Discrete actions and slow steps ({1e3 * step_s:.0f} ms): replay uses each of them more often"
         return "DQN"
@@ -119,7 +119,7 @@ def _first_space(facts: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _copies(report: EnvReport, run: str, reasons: dict[str, str]) -> dict[str, Any]:
     """Number of environments of a process, and steps of an update."""
-    step_s, native = report.facts.get("step_s", {}).get("mean", 0.0), report.facts.get("native_vector")
+    step_s, native = report.facts.get("step_s", {}).get("median", 0.0), report.facts.get("native_vector")
     if run == "DQN":
         return {"num_envs_per_worker": 8}
     slow = step_s > _SLOW_S
@@ -141,9 +141,9 @@ def _preprocess(report: EnvReport, reasons: dict[str, str]) -> dict[str, Any]:
         found["max_episode_steps"] = _MAX_EPISODE_STEPS
         why.append("episodes do not end")
     images = [part for part in facts.get("observation", {}).values() if part["image"]]
-    if images and not facts.get("several_agents") and not report.settings.get("preprocess"):
+    if images and not report.settings.get("preprocess"):
         height, width = images[0]["shape"][:2]
-        if min(height, width) > _LARGE_IMAGE:
+        if min(height, width) >= _LARGE_IMAGE:
             found |= {"grey": True, "resize": list(_IMAGE), "stack": 4}
             why.append(f"images of {height} × {width}")
     if why:
