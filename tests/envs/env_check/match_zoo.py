@@ -44,7 +44,7 @@ class Chase:
         return self.all_seen(), {agent: {} for agent in self.agents}
 
     def rewards(self) -> dict[str, Any]:
-        met = float(abs(self.places[0] - self.places[1]) < 0.2)
+        met = float(abs(self.places[0] - self.places[1]) < 0.3)
         return {"hunter": met, "prey": -met}
 
     def step(self, actions: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ class Chase:
         moves = np.array([0.2 * (int(actions[agent]) - 0.5) for agent in self.possible_agents])
         self.places = np.clip(self.places + moves, -1, 1)
         rewards = self.rewards()
-        met, late = abs(self.places[0] - self.places[1]) < 0.2, self.steps >= 50
+        met, late = abs(self.places[0] - self.places[1]) < 0.3, self.steps >= 50
         made = self.all_seen(), rewards, dict.fromkeys(self.agents, bool(met)), dict.fromkeys(self.agents, late), dict[str, Any]()
         if met or late:
             self.agents = []

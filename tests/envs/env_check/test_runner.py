@@ -72,7 +72,7 @@ def test_stages_continue_in_another_process_after_a_crash() -> None:
 
 
 def test_a_crash_on_a_forbidden_action_is_a_warning() -> None:
-    report = check("CrashesOnForbidden", "spaces", "illegal action")
+    report = check("CrashesOnForbidden", "illegal action")
     assert (report.kinds, report.count("mistake")) == ({"illegal_action"}, 0)
 
 

@@ -210,6 +210,41 @@ class Raises(Walk):
         return super().step(action)
 
 
+class EqualBounds(Walk):
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        self.observation_space = Box(np.array([-1.5, -1.5, 0], np.float32), np.array([1.5, 1.5, 0], np.float32))
+
+    def seen(self) -> Any:
+        return np.append(super().seen(), np.float32(0))
+
+
+class ResetWithoutOptions(Walk):
+    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+class OneBuffer(Walk):
+    """Returns the same array again and again."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        self.buffer = np.zeros(2, np.float32)
+
+    def seen(self) -> Any:
+        self.buffer[:] = self.place, self.speed
+        return self.buffer
+
+
+class CloseOnce(Walk):
+    is_open = True
+
+    def close(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("the window is closed")
+        self.is_open = False
+
+
 # -- episodes and rewards
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from ludus.envs.env_check.session import CheckSession
-from ludus.envs.env_check.subject import make_subject, random_actions
+from ludus.envs.env_check.subject import SoloSubject, make_subject, random_actions
 from ludus.process import procfs
 
 _CYCLES = 4
@@ -18,6 +18,7 @@ _SETTLE_S = 1.0
 
 def check_closing(session: CheckSession) -> None:
     """Stage `closing`: make, use and close copies in turn. Libraries may keep what the first ones have started, so growth counts."""
+    _close_twice(session)
     counts = [_use_once(session) for _ in range(_CYCLES)]
     for kind, noun, numbers in zip(
         ("threads_left", "processes_left", "files_left"),
@@ -32,6 +33,15 @@ def check_closing(session: CheckSession) -> None:
             )
     if "processes_left" not in session.findings and counts[-1][1] > 0 and counts[-1][1] >= counts[0][1] > 0:
         session.facts["processes_after_close"] = counts[-1][1]
+
+
+def _close_twice(session: CheckSession) -> None:
+    subject = make_subject(session)
+    subject.close()
+    close = subject.env.close if isinstance(subject, SoloSubject) else subject.match.close
+    _, failure = session.try_call("a second close", close)
+    if failure:
+        session.findings.add("close_again", f"the second call raised {failure}")
 
 
 def _use_once(session: CheckSession) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ _UNEVEN, _UNEVEN_S = 20.0, 0.02
 _LARGE, _RATIO = 10.0, 100.0
 _WIDE = 100.0
 _SPARSE = 0.02
+_REUSE_STEPS = 50
 _MANY_STEPS = 500
 """Fewer steps say nothing about how often something happens."""
 
@@ -95,6 +96,7 @@ class PlayRecorder:
         self._length, self._lengths, self._ends = 0, list[int](), list[str]()
         self._return, self._returns = dict[str, float](), list[float]()
         self._info_keys: set[str] = set()
+        self._before: dict[str, list[tuple[Any, Any]]] = {}  # agent → arrays of its last observation, and copies of them
         self._masks = self._options = 0
         self._legal = 0.0
 
@@ -123,6 +125,8 @@ class PlayRecorder:
 
     def _read(self, moment: Moment) -> None:
         log, step = self._session.findings, self._session.step
+        if step <= _REUSE_STEPS:
+            self._check_reuse(moment)
         self._info_keys |= {str(key) for key in moment.infos}
         for agent, observation in moment.observations.items():
             who = f"{agent}: " if agent else ""
@@ -139,6 +143,18 @@ class PlayRecorder:
         for mask in moment.masks.values():
             flat = np.concatenate([np.asarray(part).reshape(-1) for part in _mask_parts(mask)])
             self._masks, self._legal, self._options = self._masks + 1, self._legal + float(np.mean(flat != 0)), flat.size
+
+    def _check_reuse(self, moment: Moment) -> None:
+        """Whether the arrays of an earlier observation have changed."""
+        for agent, observation in moment.observations.items():
+            if any(not np.array_equal(array, copy, equal_nan=True) for array, copy in self._before.get(agent, ())):
+                who = f"{agent}: " if agent else ""
+                self._session.findings.add(
+                    "observation_reused", f"{who}step {self._session.step} has changed the observation before"
+                )
+            parts = (leaf_value(observation, path) for path, _ in self._places[agent])
+            numbers = [part for part in parts if isinstance(part, np.ndarray) and part.dtype.kind in "biuf"]
+            self._before[agent] = [(part, part.copy()) for part in numbers]
 
     def measure_memory(self) -> None:
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ludus.core import spaces
 from ludus.envs.env_check import closing, endings, play, rendering, seeding, vectors
 from ludus.envs.env_check.findings import EnvReport, FindingLog
 from ludus.envs.env_check.session import CallFailed, CheckRequest, CheckSession
-from ludus.envs.env_check.subject import MatchSubject, make_subject
+from ludus.envs.env_check.subject import MatchSubject, SoloSubject, make_subject
 from ludus.envs.preprocessing import drop_parts, known_parts
 from ludus.errors import ConfigError
 
@@ -30,6 +31,8 @@ def check_spaces(session: CheckSession) -> None:
     subject = make_subject(session)
     session.facts["construct_s"] = session.last_call_s
     session.try_call("close", subject.close)
+    if isinstance(subject, SoloSubject):
+        _check_reset_arguments(session, subject.env.unwrapped.reset)
     session.facts["several_agents"] = isinstance(subject, MatchSubject)
     drop: set[str] = set()
     agents: dict[str, Any] = {}
@@ -47,6 +50,7 @@ def check_spaces(session: CheckSession) -> None:
             session.findings.add("spaces", f"{who}{error.message}")
             raise CallFailed("spaces") from error
         _check_action_bounds(session, view.action, who)
+        _check_room(session, rest, who)
         agents[agent] = {"observation": spaces.to_json(rest), "action": spaces.to_json(view.action)}
     session.facts["drop"] = sorted(drop)
     session.facts["spaces"] = agents
@@ -80,6 +84,25 @@ def _check_action_bounds(session: CheckSession, space: gym.Space[Any], who: str)
         if isinstance(leaf, gym.spaces.Box) and not (np.isfinite(leaf.low).all() and np.isfinite(leaf.high).all()):
             text = f"{who}{path or 'the action'} is {leaf.low.min()} … {leaf.high.max()}"
             session.findings.add("action_bounds", text)
+
+
+def _check_room(session: CheckSession, space: gym.Space[Any], who: str) -> None:
+    for path, leaf in spaces.space_leaves(space):
+        if isinstance(leaf, gym.spaces.Box) and leaf.shape and (equal := leaf.low == leaf.high).any():
+            text = f"{who}{path or 'the observation'}: {int(equal.sum())} of {equal.size} numbers have one value only"
+            session.findings.add("bounds_equal", text)
+
+
+def _check_reset_arguments(session: CheckSession, reset: Callable[..., Any]) -> None:
+    try:
+        parameters = inspect.signature(reset).parameters
+    except (TypeError, ValueError):  # no signature, for example of a C function
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    lacking = [name for name in ("seed", "options") if name not in parameters]
+    if lacking:
+        session.findings.add("reset_arguments", f"reset({', '.join(parameters)}) has no {' and no '.join(lacking)}")
 
 
 STAGES: Mapping[str, Stage] = {

@@ -221,15 +221,16 @@ class MatchSubject:
     """An environment with several agents, as Ludus presents it."""
 
     def __init__(self, session: CheckSession, match: MultiAgentMatch) -> None:
-        self._session, self.match = session, match
+        self._session, self.match, self._resets = session, match, 0
         self.metadata: Mapping[str, Any] = match.metadata or {}
         self.agents: Mapping[str, AgentView] = {
             agent: AgentView(own.observation, own.observation, own.action) for agent, own in match.agents.items()
         }
 
     def reset(self, seed: int | None) -> Moment:
-        drawn = int(np.random.default_rng(None).integers(1 << 30)) if seed is None else seed
-        return self._moment(self._session.call("reset", self.match.reset, drawn))
+        self._resets += 1
+        drawn = np.random.default_rng([self._session.request.seed, self._resets]).integers(1 << 30)
+        return self._moment(self._session.call("reset", self.match.reset, int(drawn) if seed is None else seed))
 
     def step(self, actions: Mapping[str, Any]) -> Moment:
         return self._moment(self._session.call("step", self.match.step, actions))
