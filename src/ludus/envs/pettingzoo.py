@@ -185,6 +185,14 @@ class MatchWrapper:
         self.match.close()
 
 
+def take_statistics(match: MultiAgentMatch) -> dict[str, float]:
+    """Numbers that the game has reported since the last call, by name; empty if it has no `take_statistics`."""
+    while isinstance(match, MatchWrapper):
+        match = match.match
+    take = getattr(match, "take_statistics", None)
+    return {} if take is None else take()
+
+
 # -- finding and making -------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,8 @@ _BUILTIN_MULTI_AGENT = {
 """Built-in environments with several agents."""
 _BUILTIN_EXTERNAL = {"gamecore": "ludus.gamecore.vector_env:GamecoreVectorEnv"}
 """Built-in environments whose games run as separate processes below a server."""
+PLAYER_FAMILIES = frozenset({"godot_rl", "unity"})
+"""Values of `env` that start a program for every copy: a worker has one copy, unless the config has another number."""
 _MAPPING_PARAMETERS = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
 """Parameter names by which a function receives `env_config` as one mapping."""
 

@@ -36,7 +36,9 @@ STEPS = 60
 def run(tmp_path: Path, *faults: str, scene: str = "ball", **env_config: Any) -> UnityMatch:
     """Play some steps, and return the match."""
     player = write_player(tmp_path, scene, faults=faults)
-    match = UnityMatch("unity", {"file_name": str(player), "base_port": FIRST_PORT, "timeout_wait": 20, **env_config})
+    match = UnityMatch(
+        "unity", {"file_name": str(player), "base_port": FIRST_PORT, "timeout_wait": 20, "no_graphics": True, **env_config}
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(match.close)
         now = match.reset(0)
@@ -167,15 +169,17 @@ def test_two_trainings_that_start_at_once_with_the_same_worker_id_do_not_collide
     """The players of both report the seed of their own training."""
     program = textwrap.dedent(
         """
-        import sys, numpy as np
+        import sys, time, numpy as np
         from ludus.envs.unity.match import UnityMatch
-        match = UnityMatch("unity", {"file_name": sys.argv[1], "base_port": int(sys.argv[2]), "worker_id": 3, "seed": int(sys.argv[3])})
+        match = UnityMatch("unity", {"file_name": sys.argv[1], "base_port": int(sys.argv[2]), "worker_id": 3, "no_graphics": True, "seed": int(sys.argv[3])})
         now = match.reset(0)
         for _ in range(50):
             now = match.step({turn.agent: np.zeros(2) for turn in now.turns})
             now = match.reset(0) if now.over else now
-        lines = match._player.process.last_lines(20)
-        told = next(line for line in lines if line.startswith("Connected"))
+        told = ""
+        while not told:  # its log is written by another process; the caller has a time limit
+            told = next((line for line in match._player.process.last_lines(20) if line.startswith("Connected")), "")
+            time.sleep(0.01)
         assert f"'seed': {int(sys.argv[3]) + match._player.port - int(sys.argv[2]) - 3}" in told, told
         print(match._player.port, flush=True)
         sys.stdin.read(1)
@@ -203,7 +207,7 @@ def test_a_player_ends_with_a_training_that_is_killed(tmp_path: Path) -> None:
         f"""
         import time
         from ludus.envs.unity.match import UnityMatch
-        match = UnityMatch("unity", {{"file_name": {str(write_player(tmp_path))!r}, "base_port": {FIRST_PORT}}})
+        match = UnityMatch("unity", {{"file_name": {str(write_player(tmp_path))!r}, "base_port": {FIRST_PORT}, "no_graphics": True}})
         print(match._player.process.pid, flush=True)
         time.sleep(600)
         """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ from ludus.envs.pettingzoo import Departure, MatchStep, MultiAgentMatch, Turn, m
 from ludus.envs.unity import match as unity_match
 from ludus.envs.unity.match import UnityMatch
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName
+from tests.tools import need
 from tests.unity_player.executable import write_player
 from tests.unity_player.scenes import sensors, soccer, walk
+from tests.waiting import wait_until
 
 FIRST_PORT = 22_000
 
@@ -30,7 +35,7 @@ def open_match(tmp_path: Path) -> Iterator[Open]:
 
     def make(scene: str, areas: int = 1, **env_config: Any) -> UnityMatch:
         player = write_player(tmp_path, scene, areas=areas)
-        made = make_match("unity", {"file_name": str(player), "base_port": FIRST_PORT, **env_config})
+        made = make_match("unity", {"file_name": str(player), "base_port": FIRST_PORT, "no_graphics": True, **env_config})
         assert isinstance(made, UnityMatch)
         opened.append(made)
         return made
@@ -260,7 +265,7 @@ def test_the_settings_of_the_engine_and_of_the_scene_reach_the_player(open_match
     sampler = {"sampler_type": "uniform", "sampler_parameters": {"min_value": 0.5, "max_value": 2}}
     ranges = {"sampler_type": "multirangeuniform", "sampler_parameters": {"intervals": [[1, 2], [4, 5]]}}
     normal = {"sampler_type": "gaussian", "sampler_parameters": {"mean": 1, "st_dev": 0.25}}
-    open_match(
+    match = open_match(
         "ball",
         no_graphics=True,
         log_folder=str(tmp_path / "logs"),
@@ -271,6 +276,7 @@ def test_the_settings_of_the_engine_and_of_the_scene_reach_the_player(open_match
         additional_args=["--level", "ice"],
         environment_parameters={"mass": 2.5, "size": sampler, "wind": normal, "gap": ranges},
     )
+    match.close()  # its log is complete then
     (log,) = (tmp_path / "logs").glob("Player-*.log")
     text = log.read_text()
     assert "nographics=True, batchmode=True" in text
@@ -287,8 +293,8 @@ def test_what_the_game_reports_becomes_statistics(open_match: Open) -> None:
     assert match.take_statistics() == {}
     play(match, 100, lambda turn: np.array([1.0, 1.0], np.float32))
     found = match.take_statistics()
-    assert found.keys() == {"Ball/Seconds"}
-    assert 0 < found["Ball/Seconds"] < 60
+    assert found.keys() == {"unity/Ball/Seconds"}
+    assert 0 < found["unity/Ball/Seconds"] < 60
     assert match.take_statistics() == {}
 
 
@@ -336,16 +342,15 @@ def test_more_agents_than_slots_are_an_error_with_a_remedy(open_match: Open) -> 
 
 
 def test_editor_mode_waits_for_somebody_to_press_play(tmp_path: Path) -> None:
-    import subprocess
-
     player = write_player(tmp_path, "walk")
     settings = {"base_port": FIRST_PORT + 500, "timeout_wait": 30}
-    with subprocess.Popen([str(player), "--mlagents-port", str(FIRST_PORT + 500)], stdout=subprocess.DEVNULL) as editor:
-        editor.terminate()
     editor = subprocess.Popen(
         ["/bin/sh", "-c", f'sleep 0.3; exec "{player}" --mlagents-port {FIRST_PORT + 500}'], stdout=subprocess.DEVNULL
     )
     try:
+        probe = make_match("unity", settings)
+        assert list(probe.agents) == ["Walk_0"]
+        probe.close()  # the editor stays in play mode
         match = make_match("unity", settings)
         play(match, 20, at_random(match))
         with pytest.raises(EnvironmentFault, match=f"Port {FIRST_PORT + 500}, to which the Unity editor connects, is taken"):
@@ -360,3 +365,25 @@ def test_editor_mode_waits_for_somebody_to_press_play(tmp_path: Path) -> None:
 def test_an_editor_that_is_not_started_is_an_error_that_says_press_play() -> None:
     with pytest.raises(EnvironmentFault, match=r"Unity editor did not connect.*Press Play"):
         make_match("unity", {"base_port": FIRST_PORT + 600, "timeout_wait": 0.3})
+
+
+def test_a_recorded_player_draws_on_a_private_screen_whose_picture_is_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("Xvfb")
+    monkeypatch.setenv("LUDUS_SCREEN", "xvfb")
+    plain = write_player(tmp_path, "walk")
+    window = Path(__file__).parents[2] / "display" / "window.py"
+    player = tmp_path / "drawing.x86_64"
+    player.write_text(f'#!/bin/sh\ntail -f /dev/null | {sys.executable} {window} 640 480 200 30 40 &\nexec {plain} "$@"\n')
+    player.chmod(0o755)
+    match = UnityMatch("unity", {"file_name": str(player), "base_port": FIRST_PORT, "no_graphics": True}, "rgb_array")
+    with contextlib.closing(match):
+        match.reset(0)
+        assert match.render().shape == (480, 640, 3)
+        wait_until(lambda: match.render()[240, 320].tolist() == [200, 30, 40])
+        assert match._player is not None
+        assert match._player.process is not None
+        log = match._player.process.log_path
+        wait_until(lambda: "screen_resolution (640, 480)" in log.read_text())
+        assert "nographics=False" in log.read_text()

@@ -33,6 +33,9 @@ FAMILY = "unity"
 EPISODES = 10
 """Episodes of each agent after which a match with teams or groups is over: its areas are independent."""
 
+_VIDEO_SIZE = 640, 480
+"""Smallest window of a player that is recorded, in pixels."""
+
 _MAX_LAYOUTS = 16
 
 
@@ -82,6 +85,10 @@ _layouts: OrderedDict[str, SceneLayout] = OrderedDict()
 """Settings → layout of the scenes that this process has seen: a player starts in seconds, and only its layout may be needed."""
 
 
+_connected_editors: dict[str, tuple[UnityPlayer, Mapping[str, list[Any]]]] = {}
+"""Settings → editor in play mode whose layout was read, with its agents. It would leave play mode when it is closed."""
+
+
 def _layout_key(config: UnityConfig) -> str:
     key: list[Any] = [config.model_dump(mode="json")]
     if config.file_name is not None:
@@ -97,7 +104,7 @@ class UnityMatch:
     """
 
     state_space: gym.Space[Any] | None = None
-    metadata: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 30}
 
     def __init__(self, name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> None:
         self.check_exists(name)
@@ -107,6 +114,7 @@ class UnityMatch:
         self._player: UnityPlayer | None = None
         self._waiting: Mapping[str, list[Any]] | None = None
         """Agents of the last message with which the next match begins; None: the scene has to be reset."""
+        self._has_begun = False
         self.late_rewards = 0
         self._slot_of: dict[tuple[str, int], str] = {}  # (behaviour, id) → slot
         self._free: dict[str, deque[str]] = {}
@@ -114,7 +122,9 @@ class UnityMatch:
         self._acted: dict[str, bool] = {}  # slot → whether it has acted in its present episode
         self._turns: dict[str, Turn] = {}  # slot → its last one
         self._episodes: dict[str, int] = {}  # slot → episodes that it has ended in this match
-        key = _layout_key(self._config)
+        self._key = key = _layout_key(self._config)
+        if key in _connected_editors:
+            self._player, self._waiting = _connected_editors.pop(key)
         known = _layouts.get(key)
         if known is None:
             try:
@@ -154,7 +164,11 @@ class UnityMatch:
 
     def _start(self) -> UnityPlayer:
         if self._player is None:
-            self._player = UnityPlayer(self._config, self.name, recorded=self._recorded)
+            config = self._config
+            if self._recorded:
+                size = {"width": max(config.width, _VIDEO_SIZE[0]), "height": max(config.height, _VIDEO_SIZE[1])}
+                config = config.model_copy(update=size)
+            self._player = UnityPlayer(config, self.name, recorded=self._recorded)
         return self._player
 
     # -- matches --------------------------------------------------------------------------------------------------------
@@ -162,7 +176,7 @@ class UnityMatch:
     def reset(self, seed: int) -> MatchStep:
         """`seed` has no effect: the scene has the seed of its player."""
         agents, self._waiting = self._waiting, None
-        goes_on = agents is not None
+        self._has_begun, goes_on = True, agents is not None
         if agents is None:
             agents = self._start().reset()
             self._check_layout()
@@ -293,7 +307,8 @@ class UnityMatch:
 
     def take_statistics(self) -> dict[str, float]:
         """What the game and the side channels have reported since the last call."""
-        return {} if self._player is None else self._player.channels.take_statistics()
+        found = {} if self._player is None else self._player.channels.take_statistics()
+        return {f"{FAMILY}/{name}": value for name, value in found.items()}
 
     def state(self) -> Tree:
         raise NotImplementedError(f"{self.name} has no global state")
@@ -307,6 +322,9 @@ class UnityMatch:
         return process.frame()
 
     def close(self) -> None:
+        if self._player is not None and self._waiting is not None and not self._has_begun and self._config.file_name is None:
+            _connected_editors[self._key] = self._player, self._waiting
+            self._player = self._waiting = None
         player, self._player, self._waiting = self._player, None, None
         if player is not None:
             player.close()

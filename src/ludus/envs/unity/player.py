@@ -70,7 +70,7 @@ class UnityPlayer:
             self.seed = config.seed + self.port - config.first_port
             self.channels = SideChannels(config, self.seed)
             if command is None:
-                log.info("Waiting for the Unity editor on port %d: press Play.", self.port)
+                log.warning("Waiting for the Unity editor on port %d: press Play.", self.port)  # shown to the user
             else:
                 self._process = stack.enter_context(self._launch(command, environment, recorded))
             self._connect()

@@ -53,7 +53,9 @@ class UnityConfig(ConfigSection):
     )
     worker_id: int = Field(0, ge=0, description="Offset from base_port; the next free port is used if that one is taken.")
     base_port: int | None = Field(None, ge=1, le=65535, description="First port; null = 5005 for a player, 5004 for the editor.")
-    no_graphics: bool = Field(False, description="Start the player with -nographics -batchmode.")
+    no_graphics: bool = Field(
+        False, description="Start the player with -nographics -batchmode; false = it gets a screen, see display."
+    )
     log_folder: str | None = Field(None, description="Folder for the logs of players, Player-N.log; null = a temporary file.")
     seed: int = Field(
         0, ge=-(1 << 30), lt=1 << 30, description="Seed of the first player; that of another port is higher by the offset."

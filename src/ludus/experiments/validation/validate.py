@@ -19,7 +19,7 @@ from ludus.config.translation import translate_config, translate_experiment
 from ludus.config.validation import check_algorithm_config, check_experiment, parse_algorithm_config, parse_external_config
 from ludus.core import trust
 from ludus.envs.legacy_names import current_name
-from ludus.envs.registry import registered_envs
+from ludus.envs.registry import PLAYER_FAMILIES, registered_envs
 from ludus.envs.vector_env import check_exists
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
 from ludus.experiments.validation import key_modes
@@ -91,7 +91,10 @@ class ParsedExperiment:
     def config_reading(self) -> TranslatedSection:
         """`config:` in current names; empty where it is no mapping."""
         given = self.config if isinstance(self.config, Mapping) else {}
-        return translate_config(given, self.schema or NO_SCHEMA)
+        reading = translate_config(given, self.schema or NO_SCHEMA)
+        if self.env in PLAYER_FAMILIES:
+            reading.data.setdefault("num_envs_per_worker", 1)
+        return reading
 
     @functools.cached_property
     def is_multi_agent(self) -> bool:

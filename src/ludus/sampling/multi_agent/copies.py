@@ -108,5 +108,9 @@ class MatchCopies(abc.ABC):
     def open_source(self, streams: Sequence[MatchStreams], *, central: bool) -> MatchSource:
         """`streams`: of all copies. `central`: observations contain the input of a centralised critic."""
 
+    def take_statistics(self) -> dict[str, float]:
+        """Numbers that the games have reported since the last call, by name; the mean over copies."""
+        return {}
+
     @abc.abstractmethod
     def close(self) -> None: ...

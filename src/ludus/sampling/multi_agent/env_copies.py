@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ import numpy as np
 from ludus.core.tree import Tree
 from ludus.core.types import Bools, Ints
 from ludus.envs.matches.rows import RowStep
-from ludus.envs.pettingzoo import AgentSpaces, CentralState, Departure, MatchStep, MultiAgentMatch, Turn
+from ludus.envs.pettingzoo import AgentSpaces, CentralState, Departure, MatchStep, MultiAgentMatch, Turn, take_statistics
 from ludus.errors import EnvironmentFault
 from ludus.models.inference.batched_policy import stack_masks, stack_rows
 from ludus.sampling.multi_agent.copies import MatchCopies, MatchStreams
@@ -68,6 +69,13 @@ class EnvCopies(list[MultiAgentMatch], MatchCopies):
         with contextlib.suppress(Exception):  # user code may raise anything, and it has failed already
             self[number].close()
         self[number] = self._make()
+
+    def take_statistics(self) -> dict[str, float]:
+        found: dict[str, list[float]] = {}
+        for match in self:
+            for name, value in take_statistics(match).items():
+                found.setdefault(name, []).append(value)
+        return {name: fmean(values) for name, values in found.items()}
 
     def close(self) -> None:
         for match in self:

@@ -51,6 +51,7 @@ class MultiAgentSampler:
         self._interruption = interruption or NOT_INTERRUPTED
         if interruption is not None:
             copies.beat = interruption.beat
+        self._statistics: dict[str, float] = {}  # of the games, as last reported
         self._reported_steps = 0  # environment steps that were reported with a batch
         self._batched_steps = 0  # environment steps when the last batch was complete
         self.matches = MatchRunner(
@@ -123,6 +124,8 @@ class MultiAgentSampler:
             if recent.returns:
                 report[f"{model}/episode_return_mean"] = float(np.mean(recent.returns))
                 report[f"{model}/episode_length_mean"] = float(np.mean(recent.lengths))
+        self._statistics |= self._copies.take_statistics()
+        report |= self._statistics
         report |= {"discarded_steps": float(matches.stats.discarded), "unrecorded_steps": float(matches.stats.unrecorded)}
         return report | ({"env_restarts": float(self._copies.restarts)} if self._copies.forgiving else {})
 
