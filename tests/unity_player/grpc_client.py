@@ -12,6 +12,7 @@ INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 4, 5  # settings
 LARGEST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65_535
 CHUNK = 1 << 18
+HEAD = struct.Struct(">BHBBI")  # of a frame: length in 8 + 16 bits, kind, flags, stream
 
 
 class ConnectionEnded(Exception):
@@ -85,10 +86,18 @@ class GrpcClient:
 
     def _read_frame(self, answer: bytearray) -> bool:
         """Read one frame; return whether the answer is complete."""
-        head = self._take(9)
-        size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-        stream = int.from_bytes(head[5:], "big") & LARGEST_WINDOW
-        payload = self._take(size)
+        received = self._received
+        while len(received) < HEAD.size:
+            self._receive()
+        high, low, kind, flags, stream = HEAD.unpack_from(received)
+        end = HEAD.size + (high << 16 | low)
+        while len(received) < end:
+            self._receive()
+        payload = received[HEAD.size : end]
+        del received[:end]
+        size = len(payload)
+        if kind == HEADERS:
+            return stream == self._stream and bool(flags & END_STREAM)
         if kind == DATA:
             self._acknowledge(size)
             if stream == self._stream:
@@ -107,9 +116,9 @@ class GrpcClient:
             raise ConnectionEnded(f"the server cancelled the call: {int.from_bytes(payload, 'big')}")
         elif kind == GOAWAY and int.from_bytes(payload[:4], "big") & LARGEST_WINDOW < self._stream:
             raise ConnectionEnded("the server takes no more calls")
-        return stream == self._stream and kind in (DATA, HEADERS) and bool(flags & END_STREAM)
+        return kind == DATA and stream == self._stream and bool(flags & END_STREAM)
 
-    def _adopt(self, settings: bytes) -> None:
+    def _adopt(self, settings: bytearray) -> None:
         for name, value in struct.iter_unpack(">HI", settings):
             if name == INITIAL_WINDOW_SIZE:
                 self._stream_window += value - self._initial_window
@@ -124,19 +133,16 @@ class GrpcClient:
             self._socket.sendall(_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._unacknowledged)))
             self._unacknowledged = 0
 
-    def _take(self, size: int) -> bytes:
-        while len(self._received) < size:
-            more = self._socket.recv(CHUNK)
-            if not more:
-                raise ConnectionEnded("the server closed the connection")
-            self._received += more
-        taken = bytes(self._received[:size])
-        del self._received[:size]
-        return taken
+    def _receive(self) -> None:
+        more = self._socket.recv(CHUNK)
+        if not more:
+            raise ConnectionEnded("the server closed the connection")
+        self._received += more
 
     def close(self) -> None:
         self._socket.close()
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+def _frame(kind: int, flags: int, stream: int, payload: bytes | bytearray) -> bytes:
+    size = len(payload)
+    return HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload

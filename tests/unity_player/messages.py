@@ -175,9 +175,11 @@ def _read_action(received: bytes) -> Action:
     continuous: Sequence[float] = ()
     discrete: Sequence[int] = ()
     for number, value in wire.fields(received):
-        if number == 6 and isinstance(value, bytes):
+        if number == 6:
+            assert isinstance(value, bytes)
             continuous = wire.read_reals(value)
-        elif number == 7 and isinstance(value, bytes):
+        elif number == 7:
+            assert isinstance(value, bytes)
             discrete = wire.read_integers(value)
     return Action(continuous, discrete)
 

@@ -69,6 +69,9 @@ class Faults:
     def __getitem__(self, name: str) -> float:
         return self._when[name]
 
+    def at_step(self, step: int) -> list[str]:
+        return [name for name, when in self._when.items() if when == step and name in _AT_A_STEP]
+
     def due(self, name: str, step: int) -> bool:
         return self._when.get(name) == step
 
@@ -139,21 +142,24 @@ class Player:
                 log(f"Side channel {channel}: {payload!r}")
 
     def _message(self, infos: Infos) -> bytes:
-        for name in FAULTS:
-            if name in self._faults and self._faults.due(name, self._step) and name in _AT_A_STEP:
-                infos = _AT_A_STEP[name](infos)
+        for fault in self._faults.at_step(self._step):
+            infos = _AT_A_STEP[fault](infos)
         if "flood" in self._faults:
             sys.stdout.write(f"{FRAME_LINE}\n" * FLOOD_LINES)
             sys.stdout.flush()
         if self._faults.due("garbage", self._step):
             return b"\xff\xff\xff not a message"
+        new = self._new_behaviours(infos) if infos.keys() - self._known else []
+        world = self._scene.world
+        statistics = b"".join(messages.statistic(*each) for each in world.statistics) if world.statistics else b""
+        world.statistics.clear()
+        return messages.step(infos, new, statistics)
+
+    def _new_behaviours(self, infos: Infos) -> list[Behaviour]:
         known = [*self._scene.behaviours.values(), *([LATE] if "late" in self._faults else [])]
         new = [behaviour for behaviour in known if behaviour.name in infos and behaviour.name not in self._known]
         self._known |= {behaviour.name for behaviour in new}
-        world = self._scene.world
-        statistics = b"".join(messages.statistic(*each) for each in world.statistics)
-        world.statistics.clear()
-        return messages.step(infos, new, statistics)
+        return new
 
 
 # -- faults at a step -----------------------------------------------------------------------------------------------------------

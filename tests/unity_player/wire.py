@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
+_SMALL = [bytes((value,)) for value in range(0x80)]
+
+
 def varint(value: int) -> bytes:
     if 0 <= value < 0x80:
-        return bytes((value,))
+        return _SMALL[value]
     value &= 0xFFFFFFFFFFFFFFFF  # negative numbers take ten bytes
     encoded = bytearray()
     while value > 0x7F:
@@ -30,6 +33,8 @@ def real(number: int, value: float) -> bytes:
 
 def block(number: int, payload: bytes) -> bytes:
     """A message, a string or bytes."""
+    if number < 16 and len(payload) < 0x80:
+        return _SMALL[number << 3 | BYTES] + _SMALL[len(payload)] + payload
     return varint(number << 3 | BYTES) + varint(len(payload)) + payload
 
 
@@ -54,14 +59,20 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the fields of a message: numbers of varints, bytes of the rest. Raises ValueError."""
     at, end = 0, len(data)
     while at < end:
-        key, at = read_varint(data, at)
+        key = data[at]
+        at += 1
+        if key >= 0x80:
+            key, at = read_varint(data, at - 1)
         kind = key & 7
         if kind == VARINT:
             value, at = read_varint(data, at)
             yield key >> 3, value
             continue
         if kind == BYTES:
-            size, at = read_varint(data, at)
+            size = data[at]
+            at += 1
+            if size >= 0x80:
+                size, at = read_varint(data, at - 1)
         elif kind == FIXED32:
             size = 4
         elif kind == FIXED64:
@@ -95,6 +106,8 @@ def read_reals(packed: bytes) -> tuple[float, ...]:
 
 def read_integers(packed: bytes) -> list[int]:
     """Signed 32-bit integers of a packed field."""
+    if not packed or max(packed) < 0x80:
+        return list(packed)
     values, at = [], 0
     while at < len(packed):
         value, at = read_varint(packed, at)
