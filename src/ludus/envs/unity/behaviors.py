@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,32 @@ class Behavior:
     def same_spaces(self, other: Behavior) -> bool:
         return self.observation_space == other.observation_space and self.action_space == other.action_space
 
+    def observations(self, agents: Sequence[Any]) -> list[Tree]:
+        """The observations in some AgentInfos. Raises EnvironmentFault."""
+        if len(self.sensors) == 1 and len(agents) > 1 and (rows := self._read_together(agents)) is not None:
+            return rows
+        return [self.observation(agent) for agent in agents]
+
+    def _read_together(self, agents: Sequence[Any]) -> list[Tree] | None:
+        """Rows of one array, which costs a third of an array for each agent; None if they have to be read one by one."""
+        (sensor,) = self.sensors
+        if sensor.is_image:
+            return None
+        count = math.prod(sensor.shape)
+        parts = []
+        for agent in agents:
+            given = agent.observations
+            if len(given) != 1 or given[0].compression_type == PNG:
+                return None
+            numbers = given[0].float_data
+            if len(numbers.data) != count:
+                return None
+            parts.append(numbers.SerializeToString()[-4 * count :])
+        block = np.frombuffer(bytearray(b"".join(parts)), "<f4").astype(np.float32, copy=False)
+        if not count or not squares_are_finite(block):
+            return None
+        return list(block.reshape(len(agents), *sensor.shape))
+
     def observation(self, agent: Any) -> Tree:
         """The observation in an AgentInfo. Raises EnvironmentFault."""
         given = agent.observations
@@ -188,6 +215,8 @@ class Behavior:
 
 
 def _numbers(values: Any) -> list[Any]:
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        return values.tolist()  # type: ignore[no-any-return]
     numbers: list[Any] = np.asarray(values).reshape(-1).tolist()
     return numbers
 

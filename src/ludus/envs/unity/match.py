@@ -251,9 +251,10 @@ class UnityMatch:
             for agent in present:  # first, since new agents take their slots
                 if agent.done:
                     self._leave(behavior, agent, departures)
-            order = [self._turn(behavior, agent) for agent in present if not agent.done]
-            if order:
-                self._order[full_name] = order
+            deciding = [agent for agent in present if not agent.done]
+            if deciding:
+                seen = behavior.observations(deciding)
+                self._order[full_name] = [self._turn(behavior, *each) for each in zip(deciding, seen, strict=True)]
         return list(self._turns.values())
 
     def _leave(self, behavior: Behavior, agent: Any, departures: list[Departure]) -> None:
@@ -269,7 +270,7 @@ class UnityMatch:
                 return
         self.late_rewards += bool(reward)
 
-    def _turn(self, behavior: Behavior, agent: Any) -> str:
+    def _turn(self, behavior: Behavior, agent: Any, observation: Tree) -> str:
         """Add the turn of an agent; returns its slot."""
         name, key = behavior.full_name, (behavior.full_name, agent.id)
         slot = self._slot_of.get(key)
@@ -288,7 +289,7 @@ class UnityMatch:
             self.late_rewards += bool(reward)
             reward = 0.0
         self._episodes.setdefault(slot, 0)
-        self._turns[slot] = Turn(slot, behavior.observation(agent), behavior.mask(agent), reward)
+        self._turns[slot] = Turn(slot, observation, behavior.mask(agent), reward)
         return slot
 
     def _check_layout(self) -> None:
