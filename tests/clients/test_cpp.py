@@ -27,7 +27,7 @@ from tests.tools import need
 CLIENT = CLIENTS / "cpp"
 _LIMIT_S = 240.0
 _WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Wold-style-cast", "-Werror"]
-_SANITIZED = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def compiled(source: Path, *options: str | Path) -> None:
@@ -40,7 +40,7 @@ def compiled(source: Path, *options: str | Path) -> None:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("cpp") / "driver"
-    compiled(DRIVERS / "driver.cpp", "-std=c++11", *_SANITIZED, "-o", made)
+    compiled(DRIVERS / "driver.cpp", "-std=c++11", *SANITIZED, "-o", made)
     return made
 
 

@@ -1,0 +1,1 @@
+../../../../../cpp/ludus_agent.hpp

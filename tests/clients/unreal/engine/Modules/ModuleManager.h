@@ -1,0 +1,3 @@
+#pragma once
+
+#define IMPLEMENT_MODULE(Class, Name)
