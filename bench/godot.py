@@ -3,7 +3,7 @@
     python -m bench.godot lander --minutes 8
     python -m bench.godot steps                 # needs: python -m bench.peers.install godot_rl
 
-`lander`: the game of clients/gdscript/lander over HTTP, against a scripted and a random player. `ludus train` learns from games of the engine (godot3-server, or godot4 of scripts/tools.sh) that this program starts and that run as
+`lander`: the game of clients/gdscript/lander over HTTP, against a scripted and a random player. `ludus train` learns from games of the engine (godot3-server, or godot4 of scripts/tools.sh) that it starts itself and that run as
 fast as the machine allows. Then `ludus serve` plays the most probable actions of the newest checkpoint, and the same game is played by
 its rule and at random.
 
@@ -32,7 +32,6 @@ import numpy as np
 from bench.peers import godot_rl_steps
 from bench.peers.peers import GAME_CLIENTS
 from bench.train import provenance
-from ludus import Games
 from ludus.core.statistics import confidence_interval
 from ludus.envs.godot_rl.match import GodotMatch
 from ludus.envs.pettingzoo import sample_action
@@ -105,7 +104,6 @@ def play(engine: str, home: Path, episodes: int, *words: str) -> dict[str, Any]:
 
 def train(engine: str, home: Path, minutes: float, games: int, seed: int) -> tuple[Path, dict[str, Any]]:
     """Train for some minutes of wall-clock time; return the directory of the run, and its curve."""
-    port = free_port()
     words = [
         "train",
         "-f",
@@ -117,17 +115,16 @@ def train(engine: str, home: Path, minutes: float, games: int, seed: int) -> tup
         "--json",
         "--quiet",
     ]
-    words += ["--set", f"config.env_config.port={port}", "--stop", f"time_s={minutes * 60}"]
-    with subprocess.Popen([*LUDUS, *words], stdout=subprocess.PIPE, text=True) as server, Games() as running:
-        try:
-            wait_for_port(port, server)
-            for number in range(games):
-                words = [f"--url=http://127.0.0.1:{port}", f"--seed={seed * 100 + number}"]
-                running.start(game(engine, *words), log=home / f"game-{number}.log", environment=environment(home))
-            out, _ = server.communicate(timeout=minutes * 60 + START_S)
-        finally:
-            server.kill()
-    result = json.loads(out.splitlines()[-1])
+    command = game(engine, "--url={url}", f"--seed={seed * 100}{{number}}")
+    for key, value in (("port", "0"), ("games", str(games)), ("game_command", json.dumps(command))):
+        words += ["--set", f"config.env_config.{key}={value}"]
+    words += ["--stop", f"time_s={minutes * 60}"]
+    done = subprocess.run(
+        [*LUDUS, *words], stdout=subprocess.PIPE, text=True, env=environment(home), timeout=minutes * 60 + START_S
+    )
+    if done.returncode:
+        raise SystemExit(f"the training ended with code {done.returncode}")
+    result = json.loads(done.stdout.splitlines()[-1])
     (metrics,) = (home / "runs").rglob("metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     curve = [

@@ -198,6 +198,13 @@ class ExternalConfig(ConfigSection):
     max_body_bytes: int = Field(8 << 20, ge=1, description="Maximum body size of a request.")
     tick_timeout_s: float = Field(30.0, gt=0, description="Time limit of a reply, in seconds.")
     silent_s: float = Field(60.0, gt=0, description="Seconds without a request after which a session is truncated.")
+    game_command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Program and arguments of a game to start on this machine, and again when it ends; {url}, {port} and {number} are "
+        "replaced. null = games are started elsewhere.",
+    )
+    games: int = Field(1, ge=1, le=1000, description="How many of them run at once.")
 
     @model_validator(mode="after")
     def _check_seats(self) -> ExternalConfig:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludus.config.schema import EMBEDDED
+from ludus.config.validation import parse_external_config
 from ludus.core.metrics import Sink
 from ludus.errors import EnvironmentFault, Interrupted, LudusError
 from ludus.experiments.assembly.components import ComponentStack, PreparedRun, RunHooks, TrainingComponents
@@ -125,7 +126,22 @@ def open_training(
                 log.info("games connect to %s", url)
                 if hooks.announce is not None:
                     hooks.announce(f"games connect to {url}")
-            yield training
+            with _own_games(resolved, run, training.address):
+                yield training
+
+
+def _own_games(
+    resolved: ResolvedExperiment, run: Run, address: tuple[str, int] | None
+) -> contextlib.AbstractContextManager[object]:
+    """The games that this run starts itself."""
+    external = parse_external_config(resolved.config.env_config) if resolved.is_external else None
+    if external is None or external.game_command is None or address is None:
+        return contextlib.nullcontext()
+    from ludus.experiments.game_processes import GameProcesses
+
+    host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]  # noqa: S104 - an address that was bound
+    logs = run.directory / "logs" / "games"
+    return GameProcesses(external.game_command, external.games, f"http://{host}:{address[1]}", logs)
 
 
 @contextlib.contextmanager
