@@ -7,6 +7,7 @@ the learning curve (`draw_curve`) into docs/flagships/NAME.png and writes bench/
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,7 +44,8 @@ class TrainedRun:
     @property
     def note(self) -> str:
         steps = self.reports("timesteps")[-1][1]
-        return f"{steps:,.0f} environment steps in {self.wall_s:.0f} s of wall time, {self.cpu_s:.0f} s of CPU time."
+        cpu = "" if math.isnan(self.cpu_s) else f", {self.cpu_s:.0f} s of CPU time"
+        return f"{steps:,.0f} environment steps in {self.wall_s:.0f} s of wall time{cpu}."
 
     def reports(self, metric: str) -> list[tuple[float, float, float]]:
         """(seconds, timesteps, value) of all reports with this metric."""

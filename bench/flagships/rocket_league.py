@@ -18,9 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-import ludus
 from bench.flagships.report import Row, TrainedRun, draw_curve, match_row, train_preset, write_report
-from bench.flagships.vector_matches import Player, play_matches, policy_player, random_player, script_player
+from bench.flagships.vector_matches import (
+    Player,
+    load_policy,
+    play_matches,
+    policy_player,
+    random_player,
+    script_player,
+    trained_run,
+)
 from ludus.core.statistics import confidence_interval
 from ludus.games.rocket_league.controls import GROUND_CONTROLS
 from ludus.games.rocket_league.env import RocketLeagueEnv
@@ -57,12 +64,6 @@ def goal_differences(own: Player, other: Player, matches: int) -> Any:
     return np.concatenate(parts)
 
 
-def load_policy(where: Path) -> Policy:
-    policy = ludus.load(where).policy
-    assert isinstance(policy, Policy)
-    return policy
-
-
 def checkpoints(run: Path) -> Sequence[Path]:
     return sorted(path for path in (run / "checkpoints").iterdir() if path.is_dir() and path.name.isdigit())
 
@@ -89,7 +90,7 @@ def main() -> None:
             options = ["--stop", f"time_s={args.seconds}", "--set", "evaluation_interval=0", "--set", "checkpoint_time_s=100"]
             run = train_preset(PRESET, Path(folder), *options, "--keep-checkpoints-num", "20")
         else:
-            run = TrainedRun(args.run, *training_time(args.run))
+            run = trained_run(args.run)
         policy = policy_player(load_policy(run.directory), 1)
         players = {
             CHASER: script_player(chase_ball),
@@ -109,12 +110,6 @@ def main() -> None:
         )
         note = f"{run.note} Matches of 30 s from kickoffs; actions are sampled."
         write_report("rocket-league", "Rocket League physics, one car a side", COLUMNS, rows, note=note, curve=curve)
-
-
-def training_time(run: Path) -> tuple[float, float]:
-    """Wall and CPU seconds of a run, from its last report."""
-    reports = TrainedRun(run, 0.0, 0.0)
-    return reports.reports("time_s")[-1][2], 0.0
 
 
 if __name__ == "__main__":

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import ludus
+from bench.flagships.report import TrainedRun
 from ludus.core.types import Floats, Ints
 from ludus.envs.matches.vector_multi_agent import VectorMultiAgentEnv, VectorMultiAgentStep
 from ludus.models.policy import Policy
 
 Player = Callable[[Any, Any], Ints]
 """(observations [K, …], action masks [K, M] or None) → actions [K]."""
+
+
+def load_policy(where: Path) -> Policy:
+    policy = ludus.load(where).policy
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def trained_run(directory: Path) -> TrainedRun:
+    """A run that has been trained before; its CPU time is not known."""
+    seconds = TrainedRun(directory, 0.0, float("nan")).reports("time_s")[-1][2]
+    return TrainedRun(directory, seconds, float("nan"))
 
 
 def policy_player(policy: Policy, seed: int, *, explore: bool = True) -> Player:
@@ -45,7 +60,8 @@ def random_player(actions: int, seed: int) -> Player:
 
     def choose(observation: Any, mask: Any) -> Ints:
         weights = random.random((len(observation), actions))
-        return np.argmax(weights if mask is None else np.where(mask, weights, -1.0), axis=1)
+        chosen: Ints = np.argmax(weights if mask is None else np.where(mask, weights, -1.0), axis=1)
+        return chosen
 
     return choose
 

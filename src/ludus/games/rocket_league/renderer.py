@@ -15,8 +15,8 @@ from ludus.games.rocket_league import field, simulator
 _SCALE: Final = 0.055
 """Pixels per unreal unit."""
 _MARGIN, _HEADER = 8, 32
-_CAR_LENGTH, _CAR_WIDTH = 240, 170
-"""Of the drawn cars, twice as large as the real ones."""
+_CAR_LENGTH, _CAR_WIDTH = 440, 290
+"""Of the drawn cars, almost four times as long as the real ones."""
 _GROUND, _LINE, _BALL, _SHADOW = (34, 68, 46), (120, 150, 125), (245, 245, 245), (20, 44, 30)
 _TEAMS: Final = ((70, 140, 255), (255, 150, 40))
 _PAD_FULL, _PAD_EMPTY, _FLAME = (240, 210, 60), (60, 90, 60), (255, 90, 40)
