@@ -12,7 +12,8 @@ from tests.envs.env_check import zoo
 
 def test_a_class_without_a_fault_passes() -> None:
     report = check_env(zoo.Walk, steps=300, measure_s=0.01)
-    assert (report.kinds, report.facts["steps"]) == (set(), 300)
+    assert report.kinds == set()
+    assert 250 < report.facts["steps"] <= 300
 
 
 def test_all_mistakes_of_a_registered_environment_are_named() -> None:
