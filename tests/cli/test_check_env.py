@@ -60,6 +60,7 @@ def test_json_is_one_object_on_stdout(call: Call) -> None:
         ((), "Which environment?"),
         (("external",), "ludus check-game"),
         (("CartPole-v1", "--env-config", "[1]"), "--env-config"),
+        (("CartPole-v1", "--env-config", "{size:6}"), "'size:6'"),
         (("CartPole-v1", "--env-config", "missing.yaml"), "Cannot read missing.yaml"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from ludus.envs.env_check.findings import EnvReport
 from ludus.envs.env_check.session import CheckRequest
 from ludus.envs.env_check.stages import check_in_process
+from ludus.errors import LudusError
 
 ZOO = "tests.envs.env_check.zoo:make"
 
@@ -22,11 +23,24 @@ def seen(report: EnvReport, kind: str) -> str:
     return next(finding.seen for finding in report.findings if finding.check.kind == kind)
 
 
-@pytest.mark.parametrize("kind", ["Walk", "Grid", "Masked"])
+@pytest.mark.parametrize("kind", ["Walk", "Grid", "Masked", "Nested"])
 def test_a_good_environment_has_no_findings(kind: str) -> None:
     report = check(kind)
     assert report.kinds == set()
     assert {row.state for row in report.rows if row.check.stage not in ("second process", "training")} == {"ok"}
+
+
+def test_a_text_part_is_left_out_and_the_rest_is_checked() -> None:
+    report = check_in_process(
+        CheckRequest(ZOO, {"kind": "Grid", "settings": {"text": True}}, seconds=60.0, steps=300, measure_s=0.01)
+    )
+    assert (report.kinds, report.facts["drop"]) == ({"text_part"}, ["mission"])
+
+
+def test_an_error_of_the_check_itself_is_not_taken_for_one_of_the_environment() -> None:
+    request = CheckRequest(ZOO, {"kind": "Walk"}, seed=-1)
+    with pytest.raises(LudusError, match=r"The stage 'play' of the check failed at .*py:\d+: ValueError"):
+        check_in_process(request)
 
 
 FAULTS = {

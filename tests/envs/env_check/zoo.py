@@ -14,7 +14,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 Step = tuple[Any, Any, Any, Any, dict[str, Any]]
@@ -83,6 +83,25 @@ class Masked(Walk):
 
     def seen(self) -> Any:
         return {"observation": super().seen(), "action_mask": self.mask()}
+
+
+class Nested(Walk):
+    """Tuples inside of dicts, categories that do not begin at 0, a composite action with a mask in the infos."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        hero = Tuple((Box(-1.5, 1.5, (2,), np.float32), Discrete(5, start=1)))
+        self.observation_space = Dict({"hero": hero, "bag": MultiDiscrete([10, 10])})
+        self.action_space = MultiDiscrete([2, 3])
+
+    def seen(self) -> Any:
+        return {"hero": (super().seen(), 1 + self.steps % 5), "bag": np.full(2, self.steps % 10)}
+
+    def info(self) -> Any:
+        return {"action_mask": (np.ones(2, np.bool_), np.arange(3) != self.steps % 3)}
+
+    def step(self, action: Any) -> Step:
+        return super().step(action[0])
 
 
 # -- what they return

@@ -110,7 +110,11 @@ def _read_env_config(given: str | None) -> dict[str, Any]:
             given = Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"Cannot read {given}: {error}.") from error
-    return parse_mapping("--env-config", given)
+    found = parse_mapping("--env-config", given)
+    odd = next((key for key, value in found.items() if value is None and ":" in key), None)
+    if odd is not None:
+        raise UsageError(f"--env-config has the key {odd!r} without a value.", "YAML needs a space after the colon.")
+    return found
 
 
 def _recommend(report: EnvReport, printer: Printer, quick: bool) -> tuple[Recommendation | None, TrialCost | None]:
@@ -148,8 +152,10 @@ def _print(report: EnvReport, advice: Recommendation | None, cost: TrialCost | N
     shown = [row for row in report.rows if row.count or show_all]
     if shown:
         print_rows([(row.state, row.count, row.check.rule, row.check.remedy) for row in shown])
-    print()
-    make_console(highlight=False).print(make_facts(describe_facts(report, cost)))
+    facts = describe_facts(report, cost)
+    if any(facts.values()):
+        print()
+        make_console(highlight=False).print(make_facts(facts))
     if advice is not None:
         print("\nrecommended configuration:\n")
         print(advice.to_yaml(), end="")

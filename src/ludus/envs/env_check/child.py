@@ -19,7 +19,7 @@ from ludus.envs.env_check.call_marks import SharedCallMarks
 from ludus.envs.env_check.findings import EnvFinding, FindingLog
 from ludus.envs.env_check.seeding import trace_digests
 from ludus.envs.env_check.session import CheckRequest, CheckSession
-from ludus.envs.env_check.stages import run_stage
+from ludus.envs.env_check.stages import VITAL, run_stage
 from ludus.errors import LudusError, UsageError
 from ludus.io import json_lines
 from ludus.process.children import adopt_orphans
@@ -62,6 +62,8 @@ def _run_stages(task: dict[str, Any], folder: Path, journal: int) -> None:
         sys.stdout.flush()
         counts = {finding.check.kind: finding.count for finding in session.findings}
         json_lines.write(journal, {"end": stage, "complete": complete, "counts": counts, "facts": session.facts})
+        if not complete and stage in VITAL:
+            return
 
 
 def print_trace(task_file: Path) -> NoReturn:

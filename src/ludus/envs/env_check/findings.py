@@ -25,7 +25,7 @@ class EnvCheck:
 CHECKS: Mapping[str, EnvCheck] = {
     check.kind: check
     for check in (
-        EnvCheck("construct", "mistake", "The environment can be made", "Correct the constructor, or env_config.", "spaces"),
+        EnvCheck("construct", "mistake", "The environment can be made", "Return a gymnasium.Env; correct the constructor or env_config.", "spaces"),
         EnvCheck("spaces", "mistake", "Spaces are of supported kinds", "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple.", "spaces"),
         EnvCheck("text_part", "advice", "Every part of an observation can be learned from", "preprocess: {drop: [part]}, or encode it as numbers.", "spaces"),
         EnvCheck("action_bounds", "warning", "Continuous actions have finite bounds", "Declare low and high: actions are mapped to them.", "spaces"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from ludus.envs.env_check import closing, endings, play, rendering, seeding, vec
 from ludus.envs.env_check.findings import EnvReport, FindingLog
 from ludus.envs.env_check.session import CallFailed, CheckRequest, CheckSession
 from ludus.envs.env_check.subject import MatchSubject, SoloSubject, make_subject
-from ludus.envs.preprocessing import drop_parts, known_parts
-from ludus.errors import ConfigError
+from ludus.envs.preprocessing import drop_parts
+from ludus.errors import ConfigError, LudusError
 
 Stage = Callable[[CheckSession], None]
 
@@ -62,14 +63,9 @@ def _unlearnable_parts(space: gym.Space[Any]) -> list[str]:
     if not isinstance(space, gym.spaces.Dict):
         return []
     found = []
-    for path in known_parts(space):
-        inner: Any = space
-        for key in path.split("."):
-            inner = inner[key]
-        if isinstance(inner, (gym.spaces.Dict, gym.spaces.Tuple)):
-            continue
+    for path, leaf in spaces.space_leaves(space):
         try:
-            spaces.array_spec(inner)
+            spaces.array_spec(leaf)
         except ConfigError:
             found.append(path)
     return found
@@ -118,7 +114,10 @@ STAGES: Mapping[str, Stage] = {
 
 
 def run_stage(session: CheckSession, stage: str, request_file: Path | None = None) -> bool:
-    """Run one stage; returns False if it ended early. Findings and facts are in the session. Raises UsageError."""
+    """Run one stage; returns False if it ended early. Findings and facts are in the session. Raises UsageError.
+
+    An unexpected error is one of the check: raised as LudusError, so that it is not taken for one of the environment.
+    """
     try:
         if stage == SECOND_PROCESS:
             assert request_file is not None
@@ -127,6 +126,17 @@ def run_stage(session: CheckSession, stage: str, request_file: Path | None = Non
             STAGES[stage](session)
     except CallFailed:
         return False
+    except LudusError:
+        raise
+    except Exception as error:
+        where = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == Path(__file__).parent
+        ][-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        raise LudusError(
+            f"The stage {stage!r} of the check failed at {place}: {type(error).__name__}: {error}.",
+            "This is not your fault; please report it.",
+        ) from error
     return True
 
 

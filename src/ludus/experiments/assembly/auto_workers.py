@@ -50,7 +50,7 @@ _LONG_S = 2.0
 _LEAST_SPEED_UP = 1.15
 """Least estimated speed-up: workers cost memory and a longer start."""
 _NEARLY_BEST = 0.95
-_PER_CORE = 4
+PER_CORE = 4
 """Most workers for a core, however long environments wait."""
 
 
@@ -93,7 +93,7 @@ def _choose_number(parsed: ParsedExperiment, config: Mapping[str, Any], announce
     measured = parse_algorithm_config(alone.algorithm.Config, any_batch, collated=parsed.is_multi_agent)
     if parsed.is_multi_agent:
         cost = measure_matches(alone.experiment.env, alone.algorithm, alone.config)
-        every = range(1, _PER_CORE * cores * job_nodes() + 1)  # a batch of matches is divided by any number
+        every = range(1, PER_CORE * cores * job_nodes() + 1)  # a batch of matches is divided by any number
         return _best_with_reason(cost, cores * job_nodes(), measured.sampling, every)
     return choose_workers(alone.experiment.env, alone.algorithm, measured, config, cores * job_nodes())
 
@@ -105,6 +105,8 @@ class StepCost:
     sample_s: float
     wait_s: float
     learn_s: float
+    environment_s: float = 0.0
+    """Part of `sample_s` in the environment; the policy takes the rest."""
 
     def speed(self, workers: int, cores: int, sampling: str) -> float:
         """Estimated steps per second."""
@@ -128,7 +130,7 @@ def best_number(cost: StepCost, cores: int, sampling: str, possible: Iterable[in
 
 def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: int) -> list[int]:
     """Numbers of workers by which the given batch size can be divided. `given`: `config:` as written."""
-    every = range(1, _PER_CORE * cores + 1)
+    every = range(1, PER_CORE * cores + 1)
     batch, steps = given.get("train_batch_size"), given.get("rollout_fragment_length")
     if batch is None or sampling == "async":
         return list(every)
@@ -182,16 +184,17 @@ def _repeat(measure_once: Callable[[], StepCost]) -> StepCost:
 
 
 def _measure_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segments) -> StepCost:
-    before, busy = sampler.times.environment_s + sampler.times.policy_s, time.thread_time()
+    environment_s, policy_s, busy = sampler.times.environment_s, sampler.times.policy_s, time.thread_time()
     with policy.acting():
         sampler.fill(block, policy, 1)
     busy_s = time.thread_time() - busy
-    sample_s = sampler.times.environment_s + sampler.times.policy_s - before
+    environment_s = sampler.times.environment_s - environment_s
+    sample_s = environment_s + sampler.times.policy_s - policy_s
     at = time.perf_counter()
     learner.learn(block, 0)
     learn_s = time.perf_counter() - at
     steps = block.spec.steps * len(block.origin)
-    return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
+    return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps, environment_s / steps)
 
 
 @dataclass(frozen=True)
@@ -265,16 +268,17 @@ class _MatchMeasurement:
     def measure(self) -> StepCost:
         matches = self.sampler.matches
         times, steps, busy = matches.times, matches.env_steps, time.thread_time()
-        before = times.environment_s + times.policy_s
+        environment_s, policy_s = times.environment_s, times.policy_s
         sampled = self.sample()
         busy_s = time.thread_time() - busy
-        sample_s = times.environment_s + times.policy_s - before
+        environment_s = times.environment_s - environment_s
+        sample_s = environment_s + times.policy_s - policy_s
         at = time.perf_counter()
         for batch in sampled:
             self.learners[batch.model].learn(batch, 0)
         learn_s = time.perf_counter() - at
         steps = max(1, matches.env_steps - steps)
-        return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
+        return StepCost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps, environment_s / steps)
 
 
 def choose_workers(

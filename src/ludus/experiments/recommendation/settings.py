@@ -25,9 +25,11 @@ class TrialCost:
     """Measured by a short training: seconds per environment step, and the estimate for workers."""
 
     sample_s: float
-    environment_s: float
-    """Part of `sample_s` that the environment took."""
+    wait_s: float
+    """Part of `sample_s` in which the process waited, such as for a game."""
     learn_s: float
+    environment_s: float
+    """Part of `sample_s` in the environment; the policy takes the rest."""
     cores: int
     workers: int
     """Best number of workers that take turns with the learner."""

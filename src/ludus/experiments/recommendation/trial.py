@@ -61,7 +61,7 @@ def measure_trial(experiment: Mapping[str, Any]) -> TrialCost:
     """Sample and learn in this process for a moment. Raises LudusError."""
     import torch
 
-    from ludus.experiments.assembly.auto_workers import best_number, measure, measure_matches
+    from ludus.experiments.assembly.auto_workers import PER_CORE, best_number, measure, measure_matches
     from ludus.experiments.resolve import resolve
     from ludus.process.host import usable_cores
 
@@ -71,14 +71,14 @@ def measure_trial(experiment: Mapping[str, Any]) -> TrialCost:
     env, cores = resolved.experiment.env, usable_cores()
     measure_cost = measure_matches if resolved.config.multiagent is not None else measure
     cost = measure_cost(env, resolved.algorithm, resolved.config)
-    possible = range(1, cores + 1)
+    possible = range(1, PER_CORE * cores + 1)
     workers = best_number(cost, cores, "sync", possible)
     speeds = {
         "alone": cost.speed(0, cores, "sync"),
         "workers": max(cost.speed(number, cores, "sync") for number in possible),
         "async": max(cost.speed(number, cores, "async") for number in possible),
     }
-    return TrialCost(cost.sample_s, max(0.0, cost.wait_s), cost.learn_s, cores, workers, speeds)
+    return TrialCost(cost.sample_s, cost.wait_s, cost.learn_s, cost.environment_s, cores, workers, speeds)
 
 
 if __name__ == "__main__":

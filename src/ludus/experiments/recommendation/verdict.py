@@ -11,6 +11,7 @@ from ludus.envs.env_check.play import format_ms
 from ludus.experiments.recommendation.settings import TrialCost
 
 _NOTABLE_GAIN = 1.15
+_NOTABLE_WAIT = 0.2
 
 
 def describe_facts(report: EnvReport, cost: TrialCost | None) -> dict[str, str]:
@@ -113,8 +114,16 @@ def _workers(cost: TrialCost | None) -> str:
     if cost is None:
         return ""
     alone, best, apart = (cost.speeds[key] for key in ("alone", "workers", "async"))
-    costs = f"per step {format_number(1e6 * cost.sample_s)} µs to sample, {format_number(1e6 * cost.learn_s)} µs to learn"
+    waits = f", {100 * cost.wait_s / cost.sample_s:.0f} % of it waiting" if cost.wait_s > _NOTABLE_WAIT * cost.sample_s else ""
+    policy_s = cost.sample_s - cost.environment_s
+    costs = (
+        f"per step {_us(cost.environment_s)} in the environment{waits}, {_us(policy_s)} for actions, {_us(cost.learn_s)} to learn"
+    )
     shown = f"{costs}; on {cost.cores} cores about {format_number(alone)} steps/s alone, {format_number(best)} with workers"
     if apart > _NOTABLE_GAIN * max(best, alone):
         return f"{shown}, {format_number(apart)} if they never wait (run: APPO, sampling: async)"
     return f"{shown}; asynchronous sampling would not be faster"
+
+
+def _us(seconds: float) -> str:
+    return f"{format_number(1e6 * seconds)} µs"
