@@ -48,7 +48,13 @@ def test_a_preset_is_an_experiment_with_a_target_within_its_stop(name: str) -> N
     assert key == name
     about = preset_index.read_summary(name)
     assert about.description
-    for module, family in (("ale_py", "NoFrameskip"), ("vizdoom", "Vizdoom"), ("mpe2", "mpe2/"), ("pettingzoo", "pettingzoo/")):
+    for module, family in (
+        ("ale_py", "NoFrameskip"),
+        ("vizdoom", "Vizdoom"),
+        ("mpe2", "mpe2/"),
+        ("pettingzoo", "pettingzoo/"),
+        ("nle", "ludus/NetHack"),
+    ):
         if about.env.startswith(family) and importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     resolved = resolve({"name": key, **data})

@@ -32,12 +32,16 @@ _EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": 
 _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
 _IMPORTS_CONFIG_PREFIX = "GymV"
 _NOT_SUGGESTED = ("phys2d", "tabular", "GymV")
-_BUILTIN = {"ludus/Arena-1v1-v0": ("ludus.games.arena.env.gym_env:ArenaEnv", "ludus.games.arena.env.gym_env:ArenaVectorEnv")}
-"""Built-in Gymnasium environments: entry point and vector entry point."""
+_BUILTIN: dict[str, tuple[str, str | None]] = {
+    "ludus/Arena-1v1-v0": ("ludus.games.arena.env.gym_env:ArenaEnv", "ludus.games.arena.env.gym_env:ArenaVectorEnv"),
+    "ludus/NetHackOrders-v0": ("ludus.games.nethack.env:NetHackOrders", None),
+}
+"""Built-in Gymnasium environments: entry point and vector entry point, if there is one."""
 _BUILTIN_MULTI_AGENT = {
     "ludus/Arena-3v3-v0": "ludus.games.arena.env.pettingzoo_env:arena_3v3",
     "ludus/Arena-5v5-v0": "ludus.games.arena.env.pettingzoo_env:arena_5v5",
     "ludus/ConnectFour-v0": "ludus.envs.matches.connect_four:ConnectFourEnv",
+    "ludus/DoomDuel-v0": "ludus.games.doom.env:DoomDuelEnv",
     "ludus/RockPaperScissors-v0": "ludus.envs.matches.rock_paper_scissors:RockPaperScissorsEnv",
     "ludus/RocketLeague-1v1-v0": "ludus.games.rocket_league.env:rocket_league_1v1",
     "ludus/RocketLeague-2v2-v0": "ludus.games.rocket_league.env:rocket_league_2v2",

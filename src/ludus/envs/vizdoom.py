@@ -32,10 +32,14 @@ SCREEN = (120, 160)
 # The engine is a separate process that would outlive a killed parent: PR_SET_PDEATHSIG makes the kernel end it.
 # It is not started if the parent has exited before that call.
 _LAUNCHER = """#!/bin/sh
-printf '%s\\n' "$@" > {arguments}
+{setup}printf '%s\\n' "$@" > {arguments}
 exec {python} -ISc 'import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])' "$PPID" {engine} "$@"
+"""
+_OWN_DIRECTORY = """cd {directory} || exit 1
+echo $$ > pid
+exec > {log} 2>&1
 """
 _INSTANCE = "+viz_instance_id"
 _SHARED = ("ViZDoomSM", "ViZDoomMQCtr", "ViZDoomMQDoom")
@@ -181,13 +185,19 @@ class Nearest:
         return np.ascontiguousarray(rows.reshape(h, w // 5, 5 * c)[:, :, : 4 * c]).reshape(h, w // 5 * 4, c)
 
 
-def write_launcher(path: Path, arguments: Path) -> Path:
-    """Write a program that starts an engine which ends with its parent, and stores its arguments in a file."""
+def write_launcher(path: Path, arguments: Path, log: Path | None = None) -> Path:
+    """Write a program that starts an engine which ends with its parent, and stores its arguments in a file.
+
+    `log`: the engine runs in the directory of this file and writes its output to it, and its process id to `pid` beside it.
+    """
     import vizdoom
 
     engine = Path(vizdoom.__file__).parent / "vizdoom"
-    values = {"python": sys.executable, "engine": engine, "arguments": arguments}
-    path.write_text(_LAUNCHER.format(**{key: shlex.quote(str(value)) for key, value in values.items()}), encoding="utf-8")
+    values = {
+        key: shlex.quote(str(value)) for key, value in (("python", sys.executable), ("engine", engine), ("arguments", arguments))
+    }
+    setup = "" if log is None else _OWN_DIRECTORY.format(directory=shlex.quote(str(log.parent)), log=shlex.quote(log.name))
+    path.write_text(_LAUNCHER.format(setup=setup, **values), encoding="utf-8")
     path.chmod(0o700)
     return path
 

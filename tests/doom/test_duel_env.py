@@ -1,0 +1,81 @@
+"""The duel as an environment: two engines per match, restarted between matches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ludus.errors import ConfigError, WorkerFailed
+
+pytest.importorskip("vizdoom", reason="the duel needs `pip install ludus[doom]`")
+
+import psutil
+
+from ludus.games.doom.engine import PRESSES
+from ludus.games.doom.env import DoomDuelEnv
+from ludus.games.doom.player import BotPlayer
+
+pytestmark = [pytest.mark.timeout(150)]
+
+
+@pytest.fixture
+def duel() -> Iterator[DoomDuelEnv]:
+    env = DoomDuelEnv(2, seconds=16, damage_reward=0.01, render_mode="rgb_array")
+    yield env
+    env.close()
+
+
+def engines() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if one.name() == "vizdoom"]
+
+
+def wait_for_end_of_engines() -> None:
+    until = time.monotonic() + 20
+    while engines() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not engines()
+
+
+def test_matches_end_together_restart_at_zero_and_leave_no_process(duel: DoomDuelEnv) -> None:
+    both, shape = np.arange(2), (2, 2)
+    step = duel.reset(np.array([5, 6]), both)
+    assert step.acting.all()
+    bots, total = [BotPlayer(one) for one in range(2)], np.zeros(shape)
+    for decision in range(1, 141):
+        actions = np.zeros(shape, np.int64)  # camp 1 stands still
+        actions[:, 0] = [bot.act(views[0], 0.0) for bot, views in zip(bots, duel.views, strict=True)]
+        step = duel.step(actions, np.ones(2, np.bool_))
+        assert (step.reward[:, 0] == -step.reward[:, 1]).all()
+        assert step.terminated.all() == (decision == 140)
+        total += step.reward
+    damage = np.array([[view.damage for view in views] for views in duel.views])
+    assert duel.frags[:, 0].sum() >= 1  # the bot hits somebody who stands still
+    np.testing.assert_allclose(total[:, 0], duel.frags[:, 0] - duel.frags[:, 1] + 0.01 * (damage[:, 0] - damage[:, 1]), atol=1e-4)
+    assert np.asarray(duel.render()).shape == (360, 972, 3)
+    assert len(engines()) == 4
+    step = duel.reset(np.array([7]), np.array([1]))
+    assert duel.frags[1].tolist() == [0, 0]
+    seen = duel.observation[1, 0].reshape(2, -1)
+    assert (seen[0] == seen[1]).all()  # at the start twice the same
+    assert seen[0, 0] == 1.0  # health
+    duel.close()
+    wait_for_end_of_engines()
+
+
+def test_a_killed_engine_ends_the_match_with_an_error(duel: DoomDuelEnv) -> None:
+    duel.reset(np.array([1, 2]), np.arange(2))
+    engines()[0].kill()
+    with pytest.raises(WorkerFailed, match="duel of Doom has ended"):
+        duel.step(np.full((2, 2), len(PRESSES) - 1), np.ones(2, np.bool_))
+    duel.close()
+    wait_for_end_of_engines()
+
+
+def test_a_match_without_a_decision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="frame skip of 0"):
+        DoomDuelEnv(frame_skip=0)
+    with pytest.raises(ConfigError, match=r"0\.01 s"):
+        DoomDuelEnv(seconds=0.01)
