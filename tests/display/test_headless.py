@@ -142,12 +142,14 @@ def test_no_screen_outlives_its_owner(number: signal.Signals | None) -> None:
         where, authority, keeper = owner.stdout.readline().split()
         server = int(_children(int(keeper))[0])
         assert x11.connection_error({"DISPLAY": where, "XAUTHORITY": authority}) == ""
+        socket = x11.socket_path(int(where[1:]))
+        first = private_screen.file_id(socket)
         if number is not None:
             owner.send_signal(number)
         owner.communicate(timeout=30)
     _until_gone(int(keeper), server)
     assert not Path(authority).parent.exists()
-    assert not Path(f"/tmp/.X11-unix/X{where[1:]}").exists()
+    assert private_screen.file_id(socket) != first, "another X server may have taken the number"
     assert not Path(f"/tmp/.X{where[1:]}-lock").exists()
 
 
@@ -234,7 +236,7 @@ def test_an_environment_gets_a_screen_when_it_needs_one(
     assert (first != ":4321") == private == (silence == "''")
     assert (chosen, sdl) == (drawer, driver)
     if private:
-        assert x11.connection_error({"DISPLAY": first, "XAUTHORITY": "/nowhere"}).startswith("no X server answers")
+        assert x11.connection_error({"DISPLAY": first, "XAUTHORITY": "/nowhere"})
 
 
 @pytest.mark.parametrize("way", ["egl", "osmesa"])

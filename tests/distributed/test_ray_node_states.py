@@ -244,8 +244,9 @@ def test_a_node_without_a_working_screen_is_named_and_left_out(rig: Rig, monkeyp
         pass
     problems["a"] = "on a private X server the X server has no GLX"
     none = r"No node .* a: display: xvfb .*no GLX.*; b: .*Xvfb is not installed"
-    with pytest.raises(WorkerFailed, match=none), rig.nodes(made):
+    with pytest.raises(WorkerFailed, match=none) as failed, rig.nodes(made):
         pass
+    assert failed.value.final
 
 
 def test_one_that_does_not_answer_joins_later(rig: Rig) -> None:

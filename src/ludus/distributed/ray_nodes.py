@@ -355,7 +355,10 @@ class RayNodes:
             usable = ", ".join(node.name for node in nodes)
             count = f"Only {usable} of the nodes" if nodes else "No node"
             needed = f" (min_nodes is {self._plan.min_nodes})" if nodes else ""
-            raise WorkerFailed(f"{count} of the Ray cluster at {self._cluster.address} can be used{needed}: {reasons}.")
+            error = WorkerFailed(f"{count} of the Ray cluster at {self._cluster.address} can be used{needed}: {reasons}.")
+            excluded = bool(self._own_problem) + sum(due == math.inf for due, _ in list(self._retry_at.values()))
+            error.final = len(nodes) + excluded >= self._plan.min_nodes  # a restart would exclude the same machines
+            raise error
         for why in left_out:
             self._announce(f"left out: {why}")
         self._announce(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
