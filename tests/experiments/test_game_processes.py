@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 import ludus
+from ludus.display import x11
+from ludus.display.private_screen import file_id
 from ludus.experiments.game_processes import MAX_DELAY_S, GameProcesses, fill_command, next_delay
+from tests.tools import need
 from tests.waiting import wait_until
 
 GAME = Path(__file__).parents[2] / "examples" / "cartpole_http" / "game.py"
@@ -60,6 +63,21 @@ def test_games_end_with_the_run(tmp_path: Path) -> None:
         assert process.exists()
     with contextlib.suppress(FileNotFoundError):  # a process that has ended may wait for its parent
         assert "(zombie)" in (process / "status").read_text()
+
+
+def test_each_game_has_a_screen_of_its_own_if_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("Xvfb")
+    monkeypatch.setenv("LUDUS_SCREEN", "xvfb")
+    monkeypatch.setenv("DISPLAY", ":4321")
+    found = tmp_path / "displays"
+    with GameProcesses(["/bin/sh", "-c", f"echo $DISPLAY >> {found}; exec sleep 600"], 2, URL, tmp_path / "logs"):
+        wait_until(lambda: found.exists() and len(found.read_text().split()) == 2)
+        displays = found.read_text().split()
+        sockets = [x11.socket_path(int(display[1:])) for display in displays]
+        first = [file_id(socket) for socket in sockets]
+        assert len({*displays, ":4321"}) == 3
+        assert None not in first
+    assert not {file_id(socket) for socket in sockets} & set(first)
 
 
 def test_a_training_starts_its_games(tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ OTHER: dict[str, Any] = {
     "worker_restart_backoff_s": 2.0,
     "worker_hang_s": 7.0,
     "num_envs_per_worker": 16,
-    "display": "xvfb",
     "min_nodes": 2,
     "self_play": {"every": 3},
     "evaluation_interval": 5,

@@ -1,8 +1,12 @@
-"""Games that a run with `env: external` starts itself: a number of processes that play against it, started again when they end."""
+"""Games that a run with `env: external` starts itself: a number of processes that play against it, started again when they end.
+
+Each has a screen by `config.display`; with `auto` it has the display of this process, and no private one, because it may draw nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -10,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ludus.errors import WorkerFailed
+from ludus.display.game_screen import GameScreen
+from ludus.errors import LudusError
 from ludus.process.commands.command import GameExit, GameProcess, Games
+from ludus.process.screen_choice import AUTO, screen_choice
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class _Slot:
     log: Path
     due: float = 0.0
     game: GameProcess | None = None
+    screen: GameScreen | None = None
     failures: int = 0
 
 
@@ -69,6 +76,8 @@ class GameProcesses:
         self._wake.set()
         self._thread.join(_STOP_S)
         self._games.close(grace_s=_STOP_S)
+        for slot in self._slots:
+            _close_screen(slot)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -85,9 +94,12 @@ class GameProcesses:
             slot.game = None
         if self._closing.is_set() or time.monotonic() < slot.due:
             return
+        _close_screen(slot)
         try:
-            slot.game = self._games.start(slot.command, log=slot.log, on_exit=lambda _: self._wake.set())
-        except (WorkerFailed, OSError) as error:
+            slot.screen = None if screen_choice() == AUTO else GameScreen()
+            environment = None if slot.screen is None else slot.screen.environment(os.environ)
+            slot.game = self._games.start(slot.command, log=slot.log, environment=environment, on_exit=lambda _: self._wake.set())
+        except (LudusError, OSError) as error:
             self._retry_later(slot, f"cannot be started: {error}")
 
     def _note_exit(self, slot: _Slot, outcome: GameExit) -> None:
@@ -105,3 +117,9 @@ class GameProcesses:
         pause = next_delay(slot.failures - 1)
         slot.due = time.monotonic() + pause
         log.warning("the game %s %s; it is started again in %.1f s (log: %s)", slot.command[0], what, pause, slot.log)
+
+
+def _close_screen(slot: _Slot) -> None:
+    screen, slot.screen = slot.screen, None
+    if screen is not None:
+        screen.close()

@@ -56,7 +56,6 @@ _ON_DEMAND = "batches are sampled on demand here, so none waits for the learner"
 _ALWAYS_FRESH = "experience is at most one update old here"
 _NO_WORKERS = "this process samples without workers"
 _GAMES_PLAY = "games connect over HTTP; the run has no environments of its own"
-_GAMES_DRAW = "games connect over HTTP, and those who start them give them their screen"
 _NO_EVALUATION = "games connect over HTTP; the run has no environment for evaluations. Play evaluation games with `ludus serve`"
 _FLEET_WORKERS = "fleet workers are started and restarted outside of this run"
 _GATEWAYS = "it applies to workers that step environments; here games connect over HTTP"
@@ -95,7 +94,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[TrainingMode, str]] = {
     "worker_restart_backoff_s": _LOCAL_WORKERS,
     "worker_hang_s": _LOCAL_WORKERS,
     "num_envs_per_worker": {TrainingMode.EXTERNAL: _GAMES_PLAY},
-    "display": {TrainingMode.EXTERNAL: _GAMES_DRAW},
     "evaluation_interval": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_interval_unit": {TrainingMode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration": {TrainingMode.EXTERNAL: _NO_EVALUATION},
@@ -127,7 +125,7 @@ EVERYWHERE = frozenset(
         "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
         "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
         "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
-        "num_workers", "self_play",
+        "num_workers", "self_play", "display",
     }
 )  # fmt: skip
 """Keys that every mode uses; `self_play` if the game has two sides."""
