@@ -53,10 +53,13 @@ def test_players_of_a_test_are_found(tmp_path: Path) -> None:
 
 def test_a_run_trains_evaluates_and_is_rolled_out(tmp_path: Path) -> None:
     """Masks, which the player checks."""
-    config = settings(tmp_path, "walk")
-    result = ludus.train("unity", stop={"iterations": 2}, local_dir=tmp_path, env_config=config, **SMALL)
+    logs = tmp_path / "logs"
+    config = settings(tmp_path, "walk", log_folder=str(logs))
+    more = SMALL | {"evaluation_duration": 5}
+    result = ludus.train("unity", stop={"iterations": 2}, local_dir=tmp_path, env_config=config, **more)
     assert result.metrics["timesteps"] >= 128
-    assert result.metrics["evaluation/episodes"] == 2
+    assert result.metrics["evaluation/episodes"] == 5
+    assert {log.name for log in logs.iterdir()} <= {"Player-0.log", "Player-1.log"}, "one for training and one for evaluations"
     agent = ludus.load(result.run_dir)
     mask = np.array([1, 0, 0, 1, 0])
     action, _ = agent.act(np.zeros(7, np.float32), mask=mask)

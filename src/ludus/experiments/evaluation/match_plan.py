@@ -16,6 +16,7 @@ from ludus.core.types import Ints
 from ludus.distributed.code_bundle import CodeBundle
 from ludus.envs.faults import close_quietly
 from ludus.envs.pettingzoo import MatchStep, MatchWrapper, MultiAgentMatch, make_match
+from ludus.envs.registry import PLAYER_FAMILIES
 from ludus.envs.wrappers import WrapperList
 from ludus.experiments.evaluation.evaluation import MAX_ROWS, STEPS_PER_ROW
 from ludus.experiments.evaluation.evaluation_video import (
@@ -101,8 +102,9 @@ class MatchEvaluationPlan:
 
     @property
     def groups(self) -> int:
-        """Copies of the environment that are played at the same time."""
-        return max(1, min(self.duration // STEPS_PER_ROW if self.by_steps else self.duration, MAX_ROWS))
+        """Copies of the environment that are played at the same time. A copy may be a program that takes gigabytes: of those, one."""
+        most = 1 if self.env in PLAYER_FAMILIES else MAX_ROWS
+        return max(1, min(self.duration // STEPS_PER_ROW if self.by_steps else self.duration, most))
 
     def quota(self) -> Ints:
         """Matches or steps of each copy."""
