@@ -28,6 +28,11 @@ class Behaviour:
     continuous: int = 0
     branches: tuple[int, ...] = ()
 
+    def encode_old(self) -> bytes:
+        """As players before API 1.3 do, which have numbers or branches."""
+        sizes = wire.integers(3, self.branches or (self.continuous,))
+        return sizes + wire.integer(6, int(not self.branches)) + wire.text(7, self.name) + wire.integer(8, 1)
+
     def encode(self) -> bytes:
         actions = wire.integer(1, self.continuous) + wire.integer(2, len(self.branches))
         if self.branches:
@@ -118,14 +123,16 @@ def hello(version: str, package_version: str = "3.0.0") -> bytes:
     return message(wire.block(2, first))
 
 
-def step(infos: Infos, new: Sequence[Behaviour] = (), side_channel: bytes = b"") -> bytes:
-    """`new`: behaviours that Python does not know yet."""
+def step(infos: Infos, new: Sequence[Behaviour] = (), side_channel: bytes = b"", *, old: bool = False) -> bytes:
+    """`new`: behaviours that Python does not know yet. `old`: as players before API 1.3 do."""
     lists = [wire.entry(2, name, b"".join([wire.block(1, info.encode()) for info in agents])) for name, agents in infos.items()]
     if side_channel:
         lists.append(wire.block(3, side_channel))
     output = wire.block(1, b"".join(lists))
     if new:
-        output += wire.block(2, b"".join(wire.block(5, behaviour.encode()) for behaviour in new))
+        output += wire.block(
+            2, b"".join(wire.block(5, behaviour.encode_old() if old else behaviour.encode()) for behaviour in new)
+        )
     return message(output)
 
 
@@ -144,17 +151,18 @@ def read_hello(answer: bytes) -> dict[str, int | str]:
     return found
 
 
-def read_orders(answer: bytes, *, actions: bool = True) -> Orders:
+def read_orders(answer: bytes, *, actions: bool = True, old: bool = False) -> Orders:
+    """`old`: with the actions that players before API 1.3 read."""
     orders = Orders()
     for number, value in wire.fields(answer):
         if number == 1 and isinstance(value, bytes):
             orders.stopped = any(value != OK for number, value in wire.fields(value) if number == 1)
         elif number == 3 and isinstance(value, bytes):
-            _read_input(orders, _part(value, 1), read_actions=actions)
+            _read_input(orders, _part(value, 1), read_actions=actions, old=old)
     return orders
 
 
-def _read_input(orders: Orders, received: bytes, *, read_actions: bool) -> None:
+def _read_input(orders: Orders, received: bytes, *, read_actions: bool, old: bool) -> None:
     for number, value in wire.fields(received):
         if number == 4 and isinstance(value, int):
             orders.command = value
@@ -167,7 +175,8 @@ def _read_input(orders: Orders, received: bytes, *, read_actions: bool) -> None:
                 if part == 1:
                     name = content.decode()
                 else:
-                    actions = [_read_action(action) for _, action in wire.fields(content) if isinstance(action, bytes)]
+                    read = _read_old_action if old else _read_action
+                    actions = [read(action) for _, action in wire.fields(content) if isinstance(action, bytes)]
             orders.actions[name] = actions
 
 
@@ -182,6 +191,13 @@ def _read_action(received: bytes) -> Action:
             assert isinstance(value, bytes)
             discrete = wire.read_integers(value)
     return Action(continuous, discrete)
+
+
+def _read_old_action(received: bytes) -> Action:
+    numbers = next(
+        (wire.read_reals(value) for number, value in wire.fields(received) if number == 1 and isinstance(value, bytes)), ()
+    )
+    return Action(numbers, [int(number) for number in numbers])
 
 
 def _part(received: bytes, wanted: int) -> bytes:

@@ -32,7 +32,7 @@ FAULTS = {
     "slow": "connects after some seconds",
     "old": "speaks version 0.9.0",
     "new": "speaks version 2.0.0",
-    "minor": "speaks version 1.0.0",
+    "minor": "speaks version 1.0.0, with its fields for actions",
     "nan": "sends an observation that is not a number at a step",
     "infinite": "sends an infinite reward at a step",
     "shape": "sends observations of another shape at a step",
@@ -88,6 +88,7 @@ class Player:
     def __init__(self, client: GrpcClient, scene: str, areas: int, faults: Faults, parameters: Mapping[str, float]) -> None:
         self._client, self._faults = client, faults
         self._known: set[str] = set()
+        self._old = "minor" in faults
         self._step = 0
         told = messages.read_hello(client.call(messages.hello(faults.version)))
         if "twice" in faults:
@@ -127,7 +128,7 @@ class Player:
             orders = messages.read_orders(self._client.call(message), actions=False)
 
     def _exchange(self, message: bytes) -> Orders:
-        return messages.read_orders(self._client.call(message))
+        return messages.read_orders(self._client.call(message), old=self._old)
 
     def _read_side_channel(self, received: bytes) -> None:
         for channel, payload in messages.read_side_messages(received):
@@ -153,7 +154,7 @@ class Player:
         world = self._scene.world
         statistics = b"".join(messages.statistic(*each) for each in world.statistics) if world.statistics else b""
         world.statistics.clear()
-        return messages.step(infos, new, statistics)
+        return messages.step(infos, new, statistics, old=self._old)
 
     def _new_behaviours(self, infos: Infos) -> list[Behaviour]:
         known = [*self._scene.behaviours.values(), *([LATE] if "late" in self._faults else [])]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -43,7 +44,8 @@ def run(tmp_path: Path, *faults: str, scene: str = "ball", **env_config: Any) ->
         stack.callback(match.close)
         now = match.reset(0)
         for _ in range(STEPS):
-            now = match.step({turn.agent: np.zeros(match.agents[turn.agent].action.shape) for turn in now.turns})
+            spaces = {turn.agent: match.agents[turn.agent].action for turn in now.turns}
+            now = match.step({agent: np.zeros(space.shape, space.dtype) for agent, space in spaces.items()})
             if now.over:
                 now = match.reset(0)
         stack.pop_all()
@@ -103,8 +105,12 @@ def test_a_slow_start_is_awaited(tmp_path: Path) -> None:
     run(tmp_path, "slow=1", timeout_wait=20).close()
 
 
-def test_a_minor_version_of_the_protocol_is_accepted(tmp_path: Path) -> None:
-    run(tmp_path, "minor").close()
+@pytest.mark.parametrize("scene", ["ball", "walk"])
+def test_a_player_before_api_1_3_gets_its_actions_in_the_old_field(tmp_path: Path, scene: str) -> None:
+    """It ends if they are missing."""
+    match = run(tmp_path, "minor", scene=scene)
+    assert isinstance(next(iter(match.agents.values())).action, gym.spaces.Box if scene == "ball" else gym.spaces.MultiDiscrete)
+    match.close()
 
 
 def test_a_player_that_connects_twice_goes_on_with_its_first_connection(tmp_path: Path) -> None:
