@@ -30,6 +30,11 @@ def test_a_good_environment_has_no_findings(kind: str) -> None:
     assert {row.state for row in report.rows if row.check.stage not in ("second process", "training")} == {"ok"}
 
 
+def test_processes_of_a_copy_are_counted() -> None:
+    report = check("Game", steps=100)
+    assert (report.kinds, report.facts["processes"]["count"]) == (set(), 1)
+
+
 def test_a_text_part_is_left_out_and_the_rest_is_checked() -> None:
     report = check_in_process(
         CheckRequest(ZOO, {"kind": "Grid", "settings": {"text": True}}, seconds=60.0, steps=300, measure_s=0.01)

@@ -428,6 +428,18 @@ class LeavesFile(Walk):
         self.files.append(open(os.devnull))  # noqa: SIM115 - that is its fault
 
 
+class Game(Walk):
+    """Has a process of its own, and ends it."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        self.game = subprocess.Popen(["sleep", "30"])
+
+    def close(self) -> None:
+        self.game.kill()
+        self.game.wait()
+
+
 class CloseFails(Walk):
     def close(self) -> None:
         raise AttributeError("window")

@@ -51,7 +51,7 @@ CHECKS: Mapping[str, EnvCheck] = {
         EnvCheck("spaces_change", "mistake", "Spaces never change", "Make them large enough for all episodes, and mask.", "play"),
         EnvCheck("observation_constant", "warning", "Observations change", "Show the agent the state of the game.", "play"),
         EnvCheck("observation_reused", "warning", "Returned observations do not change afterwards", "Return a copy of the buffer.", "play"),
-        EnvCheck("time_limit", "warning", "A time limit truncates and does not terminate", "Return truncated=True when the time is over.", "play"),
+        EnvCheck("time_limit", "warning", "A time limit truncates and does not terminate", "Return truncated=True when the time is over, unless the agent sees the clock.", "play"),
         EnvCheck("memory", "warning", "Memory does not grow", "Free in reset() what an episode has allocated; limit caches.", "play"),
         EnvCheck("prints", "warning", "Steps print nothing", "Use logging: printing is slow and disturbs --json.", "play"),
         EnvCheck("slow", "advice", "Steps are fast", "Sample in several processes: num_workers.", "play"),

@@ -36,12 +36,14 @@ _MANY_STEPS = 500
 
 def play_at_random(session: CheckSession) -> None:
     """Stage `play`."""
+    before = set(procfs.list_descendants(os.getpid()))
     subject = make_subject(session)
     gc.collect()
     gc.freeze()  # collections before measurements of memory then take no time
     try:
         recorder = PlayRecorder(session, subject)
         _play(session, subject, recorder)
+        _count_processes(session, before)
     finally:
         gc.unfreeze()
         session.try_call("close", subject.close)
@@ -68,6 +70,13 @@ def _play(session: CheckSession, subject: Subject, recorder: PlayRecorder) -> No
     printed = printed_bytes() - printed
     if printed:
         session.findings.add("prints", f"{printed:,} bytes on the standard output in {session.step:,} steps")
+
+
+def _count_processes(session: CheckSession, before: set[int]) -> None:
+    """Processes that one copy has started, such as a game."""
+    started = set(procfs.list_descendants(os.getpid())) - before
+    memory = sum(procfs.proportional_memory(pid) for pid in started)
+    session.facts["processes"] = {"count": len(started), "bytes": memory}
 
 
 class PlayRecorder:

@@ -27,12 +27,20 @@ def check_rendering(session: CheckSession) -> None:
         return
     if not metadata.get("render_fps"):
         session.findings.add("render_fps", f"metadata is {dict(metadata)}"[:160])
+    try:
+        frames = _render_one(session)
+    except UsageError as error:  # a matter of this machine or of the settings, such as a game without a screen
+        session.facts["no_video"] = str(error)
+        return
+    session.facts["frame"] = list(np.shape(frames[0])) if frames else None
+
+
+def _render_one(session: CheckSession) -> list[Any]:
     subject = make_subject(session, VIDEO_MODE)
     try:
-        frames = _render_some(session, subject)
+        return _render_some(session, subject)
     finally:
         session.try_call("close", subject.close)
-    session.facts["frame"] = list(np.shape(frames[0])) if frames else None
 
 
 def _metadata_with_video(session: CheckSession) -> Mapping[str, Any]:

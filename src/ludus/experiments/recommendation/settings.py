@@ -18,6 +18,8 @@ _SLOW_S, _MEDIUM_S = 0.005, 0.001
 _LARGE_IMAGE = 96
 _IMAGE = (84, 84)
 _LONG_EPISODE = 200
+_MOST_GAMES = 4
+"""Copies in one worker that run a process each, which takes memory and a core."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,14 @@ def _copies(report: EnvReport, run: str, reasons: dict[str, str]) -> dict[str, A
         return {"num_envs_per_worker": 8}
     slow = step_s > _SLOW_S
     number = 8 if slow else 64 if native and step_s < _MEDIUM_S else 32 if step_s < _MEDIUM_S else 16
-    if report.facts.get("several_agents"):
+    if report.facts.get("several_agents") and not native:
         number = min(number, 16)
-    takes = f"a step takes {format_number(1e3 * step_s)} ms"
-    reasons["num_envs_per_worker"] = f"{takes}, {'with' if native else 'without'} a vector version of its own"
+    if (report.facts.get("processes") or {}).get("count"):
+        number = min(number, _MOST_GAMES)
+        reasons["num_envs_per_worker"] = "each is a process of its own"
+    else:
+        takes = f"a step takes {format_number(1e3 * step_s)} ms"
+        reasons["num_envs_per_worker"] = f"{takes}, {'with' if native else 'without'} a vector version of its own"
     batch = 1024 if slow else 4096
     return {"num_envs_per_worker": number, "train_batch_size": batch, "minibatch_size": 256 if slow else 512}
 

@@ -19,9 +19,13 @@ def describe_facts(report: EnvReport, cost: TrialCost | None) -> dict[str, str]:
     facts = report.facts
     found = {"agents": _agents(facts), "step": _step(facts), "reset": _reset(facts), "episodes": _episodes(facts)}
     found |= {"rewards": _rewards(facts), "observations": _observations(facts), "memory": _memory(facts)}
-    found |= {"forbidden action": _masks(facts), "step after end": facts.get("step_after_end", "")}
+    found |= {
+        "processes": _processes(facts),
+        "forbidden action": _masks(facts),
+        "step after end": facts.get("step_after_end", ""),
+    }
     found |= {"infos": ", ".join(facts.get("info_keys", [])), "video": _video(facts)}
-    return {**found, "vector version": _vector(facts), "workers": _workers(cost)}
+    return {**found, "vector version": _vector(facts), "workers": describe_workers(cost)}
 
 
 def _agents(facts: Mapping[str, Any]) -> str:
@@ -85,6 +89,13 @@ def _memory(facts: Mapping[str, Any]) -> str:
     return f"{format_bytes(memory['bytes'])} with the interpreter, {growth}"
 
 
+def _processes(facts: Mapping[str, Any]) -> str:
+    processes = facts.get("processes")
+    if not processes or not processes["count"]:
+        return ""
+    return f"{processes['count']} for one copy, {format_bytes(processes['bytes'])}"
+
+
 def _masks(facts: Mapping[str, Any]) -> str:
     if not facts.get("masked"):
         return ""
@@ -96,6 +107,8 @@ def _video(facts: Mapping[str, Any]) -> str:
     modes = facts.get("render_modes")
     if modes is None:
         return ""
+    if facts.get("no_video"):
+        return f"none: {facts['no_video']}"
     if facts.get("frame"):
         height, width = facts["frame"][:2]
         return f"{width} × {height}"
@@ -110,7 +123,7 @@ def _vector(facts: Mapping[str, Any]) -> str:
     return text + "".join(f", {rows} at once: {format_number(speed)} steps/s" for rows, speed in speeds.items())
 
 
-def _workers(cost: TrialCost | None) -> str:
+def describe_workers(cost: TrialCost | None) -> str:
     if cost is None:
         return ""
     alone, best, apart = (cost.speeds[key] for key in ("alone", "workers", "async"))
