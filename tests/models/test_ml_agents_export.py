@@ -237,6 +237,19 @@ def test_sensors_are_ordered_by_number() -> None:
     ]
 
 
+def test_the_layout_of_pictures_may_be_given() -> None:
+    """By its shape alone, a grid with many channels looks like one with its channels first."""
+    space = spaces.Box(0, 1, (12, 12, 20), np.float32)
+    policy = Policy(space, spaces.Discrete(2), NetworkConfig(fcnet_hiddens=(8,)))
+    sensors = ml_agents.sensors_of(policy, images_channels_last=True)
+    assert [sensor.shape for sensor in sensors] == [(20, 12, 12)]
+    data = ml_agents.export_policy(policy, sensors)
+    assert ml_agents_parity.verify(policy, data, sensors=sensors).passed
+    seen = np.random.default_rng(0).random((50, 12, 12, 20)).astype(np.float32)
+    feed = {"obs_0": seen.transpose(0, 3, 1, 2), "action_masks": np.ones((50, 2), np.float32)}
+    np.testing.assert_array_equal(run(opened(data), feed, "deterministic_discrete_actions")[:, 0], policy.act(seen).action)
+
+
 def test_a_policy_of_action_values_is_exported_too() -> None:
     torch.manual_seed(0)
     policy = Policy(spaces.Box(-1, 1, (4,)), spaces.Discrete(3), NetworkConfig(), kind=VALUES)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 LAYOUTS = (onnx_export.LAYOUT, ml_agents.LAYOUT)
 PLAY_STEPS, PLAY_TIMEOUT_S = 1000, 60.0
+_UNITY = "unity"
 _UNREADABLE = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 
@@ -104,8 +105,11 @@ def export_policy(
     every = (experiment["config"].get("env_config") or {}).get("every")
     trained = {"every": every} if isinstance(every, int) else {}
     if layout == ml_agents.LAYOUT:
-        data = ml_agents.export_policy(policy, opset=opset or ml_agents.OPSET, name=name, version=version, trained=trained)
-        report = ml_agents_parity.verify(policy, data, recorded)
+        channels_last = True if experiment["env"] == _UNITY else None  # as that environment has all images
+        sensors = ml_agents.sensors_of(policy, channels_last)
+        usual = opset or ml_agents.OPSET
+        data = ml_agents.export_policy(policy, sensors, opset=usual, name=name, version=version, trained=trained)
+        report = ml_agents_parity.verify(policy, data, recorded, sensors)
     else:
         traced = onnx_export.export_policy(policy, opset=opset or onnx_export.OPSET, name=name, version=version, trained=trained)
         data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)

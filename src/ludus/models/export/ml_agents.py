@@ -26,7 +26,7 @@ from ludus.errors import UsageError
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.export import onnx_export
 from ludus.models.export.onnx_export import EXAMPLE_ROWS, Feed, for_environment, require_onnx, unflatten_tree
-from ludus.models.image_encoder import channels_last, chw
+from ludus.models.image_encoder import channels_last
 from ludus.models.policy import Policy
 
 OPSET = 15
@@ -60,6 +60,8 @@ class Sensor:
     space: gym.spaces.Box | gym.spaces.MultiBinary
     factor: float
     """Factor from the number that Unity writes to the number that the network reads."""
+    channels_last: bool
+    """Whether the policy has the channels of an image last."""
 
     @property
     def image(self) -> bool:
@@ -69,38 +71,39 @@ class Sensor:
     def shape(self) -> tuple[int, ...]:
         """Shape in Unity: images are [channels, height, width]."""
         shape = self.space.shape or (1,)
-        return chw(shape) if self.image else shape
+        return (shape[2], shape[0], shape[1]) if self.channels_last else shape
 
     def to_unity(self, observation: Array) -> Array:
         """Return observations [N, …] of the policy as Unity writes them: float32, images with bytes from 0 to 1."""
         rows = observation.astype(np.float32)
-        if self.image and channels_last(self.space.shape):
+        if self.channels_last:
             rows = rows.transpose(0, 3, 1, 2)
         if self.image and self.space.dtype == np.uint8:
             rows = rows / np.float32(_BYTE)
         return np.ascontiguousarray(rows).reshape(-1, *self.shape)
 
     def to_network(self, value: Tensor) -> Tensor:
-        if self.image and channels_last(self.space.shape):
+        if self.channels_last:
             value = value.permute(0, 2, 3, 1)
         value = value if self.factor == 1.0 else value * self.factor
         return value.reshape(-1, *(self.space.shape or ()))
 
 
-def sensors_of(policy: Policy) -> list[Sensor]:
+def sensors_of(policy: Policy, images_channels_last: bool | None = None) -> list[Sensor]:
     """Return the observations of a policy in the order of Unity's sensors: by the number at the end of their keys, if all have one.
 
-    Raises UsageError for observations that no sensor of Unity writes.
+    `images_channels_last`: the layout of images in the policy; None: judged by their shapes. Raises UsageError for observations that
+    no sensor of Unity writes.
     """
     found = spaces.space_leaves(policy.observation_space)
     numbers = [_NUMBER.search(path) for path, _ in found]
     if len(found) > 1 and all(numbers):
         found.sort(key=lambda item: int(_NUMBER.search(item[0])[1]))  # type: ignore[index]  # checked above; obs_10 follows obs_9
     divisors = dict(policy.config.byte_scales)
-    return [_sensor(i, path, space, divisors) for i, (path, space) in enumerate(found)]
+    return [_sensor(i, path, space, divisors, images_channels_last) for i, (path, space) in enumerate(found)]
 
 
-def _sensor(index: int, path: str, space: gym.Space[Any], divisors: Mapping[str, float]) -> Sensor:
+def _sensor(index: int, path: str, space: gym.Space[Any], divisors: Mapping[str, float], last: bool | None) -> Sensor:
     if not isinstance(space, (gym.spaces.Box, gym.spaces.MultiBinary)) or len(space.shape or ()) > 3:
         shown = f"observation {path}" if path else "The observation"
         raise UsageError(
@@ -110,7 +113,8 @@ def _sensor(index: int, path: str, space: gym.Space[Any], divisors: Mapping[str,
     factor = 1.0
     if space.dtype == np.uint8:
         factor = (_BYTE if len(space.shape) == 3 else 1.0) / divisors.get(path, _BYTE)
-    return Sensor(f"obs_{index}", path, space, factor)
+    is_last = len(space.shape) == 3 and (channels_last(space.shape) if last is None else last)
+    return Sensor(f"obs_{index}", path, space, factor, is_last)
 
 
 @dataclass(frozen=True)
@@ -213,10 +217,16 @@ def _draw_noise(leaf: gym.Space[Any], logits: Tensor) -> Tensor:
 
 
 def export_policy(
-    policy: Policy, *, opset: int = OPSET, name: str = "model", version: int = 0, trained: Mapping[str, Any] | None = None
+    policy: Policy,
+    sensors: list[Sensor] | None = None,
+    *,
+    opset: int = OPSET,
+    name: str = "model",
+    version: int = 0,
+    trained: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return a policy as the bytes of an ONNX file for ML-Agents. Raises UsageError, MissingExtra."""
-    sensors, actions = sensors_of(policy), actions_of(policy.action_space)
+    """Return a policy as the bytes of an ONNX file for ML-Agents; `sensors`: of `sensors_of`. Raises UsageError, MissingExtra."""
+    sensors, actions = sensors or sensors_of(policy), actions_of(policy.action_space)
     memory = memory_size(policy)
     inputs = _inputs(sensors, actions, memory)
 
@@ -277,11 +287,11 @@ def _with_constants(data: bytes, actions: Actions, memory: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def feed_of(policy: Policy, observation: Tree, mask: Array | None, state: tuple[Array, ...]) -> Feed:
+def feed_of(policy: Policy, sensors: list[Sensor], observation: Tree, mask: Array | None, state: tuple[Array, ...]) -> Feed:
     """Return the inputs of the graph for observations [N, …] of the policy, as Unity would write them."""
     given = dict(leaves(observation))
     rows = len(next(iter(given.values())))
-    feed = {sensor.name: sensor.to_unity(given[sensor.path]) for sensor in sensors_of(policy)}
+    feed = {sensor.name: sensor.to_unity(given[sensor.path]) for sensor in sensors}
     branches = actions_of(policy.action_space).branches
     if branches:
         feed["action_masks"] = np.ones((rows, sum(branches)), np.float32) if mask is None else mask.astype(np.float32)

@@ -15,6 +15,7 @@ from ludus.core import spaces
 from ludus.core.tree import Array, Tree, map_tree
 from ludus.core.types import Bools
 from ludus.models.export import ml_agents, parity
+from ludus.models.export.ml_agents import Sensor
 from ludus.models.export.onnx_export import Feed
 from ludus.models.export.parity import BATCH_SIZES, RECORDED_ROWS, UNROLL_ROWS, UNROLL_STEPS, ParityReport
 from ludus.models.inference.onnx_policy import open_session, read_metadata
@@ -24,9 +25,11 @@ _LARGEST_STATE_DIFFERENCE = 1e-4
 _NEEDED, _CONTINUOUS = 0.999, 1e-4
 
 
-def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int = 0) -> ParityReport:
+def verify(
+    policy: Policy, model: bytes, recorded: Tree | None = None, sensors: list[Sensor] | None = None, seed: int = 0
+) -> ParityReport:
     """Compare a file of `ml_agents.export_policy` with its policy; `recorded` are observations [N, …] from play. Raises Damaged."""
-    comparison = _Comparison(policy, model)
+    comparison = _Comparison(policy, model, sensors or ml_agents.sensors_of(policy))
     report, rng = comparison.report, np.random.default_rng(seed)
     for rows in BATCH_SIZES:
         mask = parity.random_mask(policy.action_space, rows, rng) if rows % 2 else None
@@ -49,8 +52,8 @@ def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int
 class _Comparison:
     """Runs both sides and keeps the largest differences."""
 
-    def __init__(self, policy: Policy, model: bytes) -> None:
-        self._policy, self._session = policy, open_session(model)
+    def __init__(self, policy: Policy, model: bytes, sensors: list[Sensor]) -> None:
+        self._policy, self._session, self._sensors = policy, open_session(model), sensors
         self._names = [item.name for item in self._session.get_outputs()]
         self._leaves = spaces.space_leaves(policy.action_space)
         self._widths = parity.action_widths(policy.action_space)
@@ -85,7 +88,7 @@ class _Comparison:
     ) -> int:  # fmt: skip
         """Compare one batch; `theirs`: recurrent state of the export, if it has its own. Returns the number of rows."""
         mine = parity.policy_outputs(self._policy, observation, state, mask, None)
-        found = self._run(ml_agents.feed_of(self._policy, observation, mask, state if theirs is None else theirs))
+        found = self._run(ml_agents.feed_of(self._policy, self._sensors, observation, mask, state if theirs is None else theirs))
         rows = parity.count_rows(observation)
         self._equal += int(self._equal_rows(mine, found, rows).sum())
         self.report.decisions += rows
