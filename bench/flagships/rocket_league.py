@@ -13,22 +13,22 @@ import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.flagships.report import Row, TrainedRun, draw_curve, match_row, train_preset, write_report
+from bench.flagships.report import Row, TrainedRun, draw_curve, train_preset, write_report
 from bench.flagships.vector_matches import (
     Player,
+    Results,
     load_policy,
     play_matches,
     policy_player,
     random_player,
+    result_row,
     script_player,
     trained_run,
 )
-from ludus.core.statistics import confidence_interval
 from ludus.games.rocket_league.controls import GROUND_CONTROLS
 from ludus.games.rocket_league.env import RocketLeagueEnv
 from ludus.games.rocket_league.scripts import chase_ball, hit_towards_goal
@@ -42,26 +42,16 @@ _AT_ONCE = 100
 
 
 def measure(player: str, own: Player, opponent: str, other: Player, matches: int) -> Row:
-    """Half of the matches as blue. `beaten`: more than half of the decided matches are won, with a 95 % interval."""
-    gains = goal_differences(own, other, matches)
-    row = match_row(player, opponent, int((gains > 0).sum()), int((gains == 0).sum()), int((gains < 0).sum()))
-    low, high = confidence_interval(gains.tolist())
-    mean = float(gains.mean())
-    return row | {
-        "goals, difference [95 %]": f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-        "goals": mean,
-        "goals_low": low,
-        "goals_high": high,
-    }
+    """Half of the matches as blue."""
+    return result_row(player, opponent, play(own, other, matches), COLUMNS[-2])
 
 
-def goal_differences(own: Player, other: Player, matches: int) -> Any:
-    """[matches] goals minus goals of the opponent."""
+def play(own: Player, other: Player, matches: int) -> Results:
     parts = [
         play_matches(RocketLeagueEnv(min(_AT_ONCE, matches - first), controls="ground"), own, other, seed=1 + first).returns
         for first in range(0, matches, _AT_ONCE)
     ]
-    return np.concatenate(parts)
+    return Results(np.concatenate(parts))
 
 
 def checkpoints(run: Path) -> Sequence[Path]:
@@ -100,12 +90,12 @@ def main() -> None:
         rows = [measure(f"preset `{PRESET}`", policy, name, player, args.matches) for name, player in players.items()]
         rows += [measure(name, players[name], CHASER, players[CHASER], args.matches) for name in (STRIKER, RANDOM)]
         chaser = players[CHASER]
-        curve = curve_of(run, lambda found: float(goal_differences(policy_player(found, 1), chaser, CURVE_MATCHES).mean()))
+        curve = curve_of(run, lambda found: float(play(policy_player(found, 1), chaser, CURVE_MATCHES).returns.mean()))
         draw_curve(
             "rocket_league",
             curve,
             "goals per match against the chaser",
-            {name: row["goals"] for name, row in zip((STRIKER, RANDOM), rows[-2:], strict=True)} | {"even": 0.0},
+            {name: row["gain"] for name, row in zip((STRIKER, RANDOM), rows[-2:], strict=True)} | {"even": 0.0},
             "Rocket League physics, 1v1",
         )
         note = f"{run.note} Matches of 30 s from kickoffs; actions are sampled."

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import ludus
-from bench.flagships.report import TrainedRun
+from bench.flagships.report import Row, TrainedRun, match_row
+from ludus.core.statistics import confidence_interval
 from ludus.core.types import Floats, Ints
 from ludus.envs.matches.vector_multi_agent import VectorMultiAgentEnv, VectorMultiAgentStep
 from ludus.models.policy import Policy
@@ -84,6 +85,18 @@ class Results:
     @property
     def drawn(self) -> int:
         return int((self.returns == 0).sum())
+
+
+def result_row(player: str, opponent: str, results: Results, column: str) -> Row:
+    """Shares of matches won, and in `column` the mean gain of a match with its bootstrapped 95 % interval."""
+    low, high = confidence_interval(results.returns.tolist())
+    mean = float(results.returns.mean())
+    return match_row(player, opponent, results.won, results.drawn, results.lost) | {
+        column: f"{mean:.2f} [{low:.2f}, {high:.2f}]",
+        "gain": mean,
+        "gain_low": low,
+        "gain_high": high,
+    }
 
 
 def play_matches(env: VectorMultiAgentEnv, own: Player, other: Player, seed: int) -> Results:

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from bench.flagships.report import Row, draw_curve, match_row, train_preset, write_report
+from bench.flagships.report import Row, draw_curve, train_preset, write_report
 from bench.flagships.vector_matches import (
     Player,
     load_policy,
     play_matches,
     policy_player,
     random_player,
+    result_row,
     script_player,
     trained_run,
 )
-from ludus.core.statistics import confidence_interval
 from ludus.games.zero_ad.env import SkirmishEnv
 from ludus.games.zero_ad.scripts import attack_nearest, attack_weakest
 
@@ -36,11 +36,7 @@ COLUMNS = ("player", "opponent", "matches", "won, % [95 %]", "drawn", "lost", "r
 
 def measure(env: SkirmishEnv, player: str, own: Player, opponent: str, other: Player, seed: int) -> Row:
     """One match in each place of the environment, half of them as blue."""
-    results = play_matches(env, own, other, seed)
-    row = match_row(player, opponent, results.won, results.drawn, results.lost)
-    low, high = confidence_interval(results.returns.tolist())
-    mean = float(results.returns.mean())
-    return row | {"return [95 %]": f"{mean:.2f} [{low:.2f}, {high:.2f}]", "return": mean, "return_low": low, "return_high": high}
+    return result_row(player, opponent, play_matches(env, own, other, seed), COLUMNS[-2])
 
 
 def main() -> None:
@@ -63,12 +59,12 @@ def main() -> None:
             chance = random_player(int(env.single_action_space.n), 1)  # type: ignore[attr-defined]
             rows = [measure(env, learned, policy, name, script, 1) for name, script in scripts.items()]
             rows.append(measure(env, WEAKEST, scripts[WEAKEST], NEAREST, scripts[NEAREST], 2))
-            rows += [measure(env, RANDOM, chance, name, script, 3) for name, script in scripts.items()]
+            rows.append(measure(env, RANDOM, chance, NEAREST, scripts[NEAREST], 3))
         finally:
             env.close()
         soldiers = len(env.possible_agents) // 2
         curve = [(seconds, steps, value / soldiers) for seconds, steps, value in run.reports("episode_return_mean")]
-        levels = {"attack weakest against both": rows[2]["return"] / 2, "random": (rows[3]["return"] + rows[4]["return"]) / 2}
+        levels = {"attack weakest": rows[2]["gain"] / 2}  # and 0 against itself: the opponents of training are drawn from both
         draw_curve("zero_ad", curve, "return of a match against the scripts", levels, "0 A.D., five soldiers a side")
         note = f"{run.note} Actions are sampled. Decisions every second of game time; matches of at most 90 s."
         write_report("zero-ad", "0 A.D., five soldiers a side", COLUMNS, rows, note=note, curve=curve)
