@@ -83,7 +83,7 @@ def measure() -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args(argv).rounds
     measure()  # warms the caches of files; not counted
     rows: list[dict[str, Any]] = [measure() for _ in range(rounds)]
