@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parent / "chase" / "chase.gd"
 PORT = 24_400 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _GODOT_4 = {
     "for Godot 3": "for Godot 4",
+    "\tupdate()\n": "\tqueue_redraw()\n",
     "JSON.parse(stream.get_utf8_string()).result": "JSON.parse_string(stream.get_utf8_string())",
     "JSON.print(": "JSON.stringify(",
     "while stream.get_status() == StreamPeerTCP.STATUS_CONNECTING:\n": (

@@ -18,6 +18,7 @@ import pytest
 
 from ludus.envs import pettingzoo
 from ludus.envs.godot_rl.match import GodotMatch
+from ludus.envs.godot_rl.settings import GodotSettings
 from ludus.envs.pettingzoo import MatchStep, sample_action
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
 from tests.envs.godot_rl.stand_in import game_at
@@ -233,6 +234,22 @@ def test_a_game_that_ignores_close_is_ended(tmp_path: Path) -> None:
 def test_a_taken_port_is_passed_over(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", FIRST_PORT)), playing(game_at(tmp_path, "one")) as match:
         assert match._game.port > FIRST_PORT
+
+
+def test_another_connection_does_not_disturb_the_game(tmp_path: Path) -> None:
+    with playing(game_at(tmp_path, "one")) as match:
+        with socket.create_connection(("127.0.0.1", match._game.port), 5) as other:
+            other.sendall(b"\xff\xff\xff\xff{}")
+            assert len(play(match, 5)) == 6
+        assert len(play(match, 5)) == 6
+
+
+@pytest.mark.parametrize("given", ["Ball.Chase", "Ball.Chase.x86_64", "Ball.exe"])
+def test_the_suffix_of_a_game_may_be_left_out(tmp_path: Path, given: str) -> None:
+    made = tmp_path / ("Ball.x86_64" if given == "Ball.exe" else "Ball.Chase.x86_64")
+    made.write_text("#!/bin/sh\n")
+    made.chmod(0o755)
+    assert GodotSettings(env_path=str(tmp_path / given)).program() == made
 
 
 def test_the_port_of_the_editor_cannot_be_another_one() -> None:

@@ -79,6 +79,7 @@ func place(i):
 
 
 func _physics_process(_delta):
+	update()
 	if frames > 0:
 		frames -= 1
 		return
@@ -104,6 +105,13 @@ func _physics_process(_delta):
 			pucks[i].linear_damp = 5 if action["brake"] == 1 else 1
 		owed = "step"
 		frames = int(arguments["action_repeat"]) - 1
+
+
+func _draw():
+	for i in range(AGENTS):
+		var color = Color.from_hsv(i / float(AGENTS), 0.7, 0.9)
+		draw_circle(Vector2(512, 300) + pucks[i].position, 10, color)
+		draw_arc(Vector2(512, 300) + pucks[i].target, 25, 0, TAU, 32, color, 2)
 
 
 func answer_step():
