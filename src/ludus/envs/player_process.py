@@ -30,13 +30,13 @@ from ludus.process.commands.thread_limits import ResourceLimit, thread_limits
 from ludus.process.screen_choice import XVFB
 from ludus.process.temp_dirs import TempDir
 
-SHOWN_LINES = 8
+SHOWN_LINES = 5
 """Number of last lines of a log in an error message."""
 
 SPARE_THREADS = 32
 """Threads that must be left after a player has started its own: for this process, its workers and a shell."""
 
-_LINE_CHARACTERS = 300
+_LINE_CHARACTERS = 160
 
 
 class _SharedGames:
@@ -203,7 +203,10 @@ class PlayerProcess:
         return count
 
     def fault(self, message: str, hint: str = "") -> EnvironmentFault:
-        """An error whose message ends with the last lines of the log, and how it ended."""
+        """An error whose message ends with how the program ended, and the last lines of its log.
+
+        One line, since the last line of a worker's log is the reason that its run shows.
+        """
         parts = [message]
         if self._game.exit is not None and str(self._game.exit) not in message:
             parts.append(f"Its process {self._game.exit}.")
@@ -211,7 +214,7 @@ class PlayerProcess:
             parts.append(f"Its screen: {problem}.")
         lines = [line.strip()[:_LINE_CHARACTERS] for line in self.last_lines() if line.strip()]
         where = f" of {self.log_path}" if self._keeps_log else ""
-        parts.append(f"Last lines{where}:\n  " + "\n  ".join(lines) + "\n" if lines else f"The log{where} is empty.")
+        parts.append(f"Last lines{where}: {' | '.join(lines).rstrip('.')}." if lines else f"The log{where} is empty.")
         return EnvironmentFault(" ".join(parts), hint)
 
     def frame(self) -> Picture:

@@ -97,7 +97,7 @@ def test_a_player_that_never_connects_is_ended_after_the_time_limit(tmp_path: Pa
 
 
 def test_a_player_that_hangs_in_a_step_is_ended_after_the_time_limit(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match=r"(?s)did not make a step within 1 s \(timeout_wait\).*Connected to trainer"):
+    with pytest.raises(EnvironmentFault, match=r"(?s)did not make a step within 1 s \(timeout_wait\).*Engine configuration"):
         run(tmp_path, "hang=5", timeout_wait=1)
 
 
