@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,8 @@ def check_env(
     from ludus.envs.env_check.runner import check_env as run_check
     from ludus.envs.env_check.stages import SECOND_PROCESS
 
+    if sys.platform == "win32":
+        raise UsageError("`ludus check-env` supports Linux and macOS only.", "Use ludus.testing.check_env in a test.")
     request = _request(env, file, experiment, env_config, seconds, seed)
     printer = Printer(as_json=as_json)
     printer(f"checking {request.env} …")

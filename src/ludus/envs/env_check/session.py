@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +12,6 @@ from typing import Any, Protocol
 from ludus.config.schema import PreprocessConfig
 from ludus.envs.env_check.findings import FindingLog
 from ludus.errors import EnvironmentFault, UsageError, user_frame
-
-_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts for processes only
 
 
 class CallFailed(Exception):
@@ -72,6 +69,12 @@ class CheckSession:
         self.last_call_s = 0.0
         self.last_call_preempted = False
         """Another process got the core during the last call: its time says nothing about the environment."""
+
+    @property
+    def preprocessing(self) -> PreprocessConfig:
+        """As requested, without the parts that cannot be learned from."""
+        asked = self.request.preprocessing
+        return asked.model_copy(update={"drop": [*(asked.drop or ()), *self.drop]}) if self.drop else asked
 
     def deadline(self) -> float:
         """End of a stage that plays until something happens, in seconds of time.perf_counter."""
@@ -145,7 +148,13 @@ def kind_of_fault(fault: EnvironmentFault, otherwise: str) -> str:
 
 def _preemptions() -> int:
     """Times that the kernel has taken the core away from this thread."""
-    return resource.getrusage(_THREAD).ru_nivcsw
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(
+        getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    ).ru_nivcsw  # macOS counts for processes only
 
 
 def printed_bytes() -> int:

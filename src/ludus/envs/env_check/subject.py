@@ -54,10 +54,8 @@ def is_match(session: CheckSession) -> bool:
 
 def make_subject(session: CheckSession, render_mode: str | None = None) -> Subject:
     """Make a copy as training would. Raises CallFailed, UsageError."""
-    request, preprocess = session.request, session.request.preprocessing
+    request, preprocess = session.request, session.preprocessing
     kind = "construct" if render_mode is None else "render"
-    if session.drop:
-        preprocess = preprocess.model_copy(update={"drop": [*(preprocess.drop or ()), *session.drop]})
     if is_match(session):
         match = session.call(
             "its constructor", pettingzoo.make_match, request.env, request.env_config, render_mode, request.wrappers, preprocess,

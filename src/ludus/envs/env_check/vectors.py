@@ -47,9 +47,7 @@ def check_vector(session: CheckSession) -> None:
 
 
 def _make(session: CheckSession, rows: int) -> Environments:
-    request, preprocess = session.request, session.request.preprocessing
-    if session.drop:
-        preprocess = preprocess.model_copy(update={"drop": [*(preprocess.drop or ()), *session.drop]})
+    request, preprocess = session.request, session.preprocessing
     made: Environments = session.call(
         "its constructor", make_environments, request.env, rows, request.env_config, preprocess=preprocess,
         wrappers=request.wrappers, beat=session.beat("a call of several copies"), kind="construct",
@@ -131,7 +129,7 @@ def _measure_matches(session: CheckSession) -> None:
     request = session.request
     made = session.call(
         "its constructor", pettingzoo.make_vector_matches, request.env, _ROWS, request.env_config, request.wrappers,
-        request.preprocessing, kind="construct",
+        session.preprocessing, kind="construct",
     )  # fmt: skip
     session.facts["native_vector"] = made is not None
     if made is not None:
