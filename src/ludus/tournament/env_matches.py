@@ -33,6 +33,8 @@ from ludus.experiments.evaluation.rollout_file import AgentStepWriter, EpisodeSt
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.runs.checkpoint import agents_of
 from ludus.io.atomic_file import path_for_replace
+from ludus.process import screen_choice
+from ludus.process.screen_choice import AUTO
 from ludus.sampling.episode_runner import episode_step_limit
 from ludus.sampling.multi_agent.env_copies import EnvCopies
 from ludus.sampling.multi_agent.play import Step, step_of
@@ -63,8 +65,10 @@ class BattleEnv:
     config: Mapping[str, Any] = field(default_factory=dict)
     wrappers: WrapperList = ()
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    display: str = AUTO
 
     def make(self, render_mode: str | None = None) -> MultiAgentMatch:
+        screen_choice.configure(self.display)
         return make_match(self.name, self.config, render_mode, self.wrappers, self.preprocess)
 
     def check_renders(self) -> None:
@@ -93,7 +97,8 @@ def choose_env(pair: Sequence[Contestant], name: str | None, options: Mapping[st
     others = [one for one in known if one.env == chosen and _env_settings(one) != settings]
     notes += [f"{one.label} was trained in {chosen} with other settings than in this battle" for one in others]
     config, wrappers, preprocess = settings
-    return BattleEnv(chosen, {**config, **options}, wrappers, preprocess), notes
+    display = AUTO if first is None else first.settings.get("display", AUTO)
+    return BattleEnv(chosen, {**config, **options}, wrappers, preprocess, display), notes
 
 
 def _env_settings(one: TrainedContestant | FunctionContestant | None) -> tuple[dict[str, Any], WrapperList, PreprocessConfig]:
