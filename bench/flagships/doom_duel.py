@@ -1,4 +1,4 @@
-"""A duel in ViZDoom: train the preset `doom-duel` by self-play, then play against random actions and two scripts that know where the enemy is.
+"""A duel in ViZDoom: train `doom-duel.yaml` by self-play, then play against random actions and two scripts that know where the enemy is.
 
     python -m bench.flagships.doom_duel                          (about half an hour)
     python -m bench.flagships.doom_duel --run RUN                only the matches, of an existing run
@@ -26,7 +26,8 @@ from ludus.games.doom.engine import PRESSES, PlayerView
 from ludus.games.doom.env import DoomDuelEnv
 from ludus.games.doom.player import BotPlayer
 
-PRESET = "doom-duel"
+NAME = "doom-duel"
+EXPERIMENT = Path(__file__).with_name(f"{NAME}.yaml")
 FIRST_SEED = 1_000_000
 PARALLEL = 10
 CURVE_MATCHES = 20
@@ -117,25 +118,31 @@ def main() -> None:
     parser.add_argument("--wall-s", type=float, default=0.0, help="of an existing run")
     parser.add_argument("--cpu-s", type=float, default=0.0, help="of an existing run")
     parser.add_argument("--matches", type=int, default=100)
+    parser.add_argument("--curve", action=argparse.BooleanOptionalAction, default=True, help="play with every checkpoint")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="doom-duel-") as folder:
-        run = TrainedRun(args.run, args.wall_s, args.cpu_s) if args.run else train_preset(PRESET, Path(folder), *CHECKPOINTS)
+        run = (
+            TrainedRun(args.run, args.wall_s, args.cpu_s)
+            if args.run
+            else train_preset(str(EXPERIMENT), Path(folder), *CHECKPOINTS)
+        )
         opponents = {"random": at_random(1), "script `sweep`": scripted(SweepPlayer, 2), "script `bot`": scripted(BotPlayer, 3)}
         env, policy = DoomDuelEnv(PARALLEL), trained(run.directory, 4)
         rows = [play(env, "trained", policy, name, other, args.matches) for name, other in opponents.items()]
         sweep, bot = (opponents[name] for name in ("script `sweep`", "script `bot`"))
         rows.append(play(env, "script `sweep`", sweep, "random", opponents["random"], args.matches))
         rows.append(play(env, "script `sweep`", sweep, "script `bot`", bot, args.matches))
-        curve = curve_of(run, env, opponents["random"])
+        curve = curve_of(run, env, opponents["random"]) if args.curve else []
         env.close()
         write(run, rows, curve)
 
 
 def write(run: TrainedRun, rows: list[Row], curve: list[tuple[float, float, float]]) -> None:
-    draw_curve(PRESET.replace("-", "_"), curve, "won against random, %", {"equal": 50.0}, "ViZDoom duel: checkpoints")
+    if curve:
+        draw_curve(NAME.replace("-", "_"), curve, "won against random, %", {"equal": 50.0}, "ViZDoom duel: checkpoints")
     note = f"{run.note} Matches of 15 s; seeds from {FIRST_SEED:,}."
-    write_report(PRESET, "ViZDoom duel", COLUMNS, rows, note=note, curve=curve)
+    write_report(NAME, "ViZDoom duel", COLUMNS, rows, note=note, curve=curve)
 
 
 if __name__ == "__main__":

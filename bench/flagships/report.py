@@ -54,11 +54,11 @@ class TrainedRun:
 
 
 def train_preset(preset: str, directory: Path, *options: str, seed: int = 1, timeout_s: float = 1500) -> TrainedRun:
-    """Train a preset with `ludus train` and return its run."""
+    """Train a preset, or an experiment file that is named like its experiment, with `ludus train`; return its run."""
     command = [str(Path(sys.executable).with_name("ludus")), "train", "-p", preset, "--seed", str(seed)]
     began, cpu = time.monotonic(), _children_cpu_s()
     subprocess.run([*command, "--local-dir", str(directory), *options], check=True, timeout=timeout_s)
-    run = max((directory / preset).iterdir(), key=lambda path: path.stat().st_mtime)
+    run = max((directory / Path(preset).stem).iterdir(), key=lambda path: path.stat().st_mtime)
     return TrainedRun(run, time.monotonic() - began, _children_cpu_s() - cpu)
 
 

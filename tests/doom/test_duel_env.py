@@ -43,6 +43,7 @@ def test_matches_end_together_restart_at_zero_and_leave_no_process(duel: DoomDue
     both, shape = np.arange(2), (2, 2)
     step = duel.reset(np.array([5, 6]), both)
     assert step.acting.all()
+    before = np.array([[view.damage for view in views] for views in duel.views])
     bots, total = [BotPlayer(one) for one in range(2)], np.zeros(shape)
     for decision in range(1, 141):
         actions = np.zeros(shape, np.int64)  # camp 1 stands still
@@ -51,7 +52,8 @@ def test_matches_end_together_restart_at_zero_and_leave_no_process(duel: DoomDue
         assert (step.reward[:, 0] == -step.reward[:, 1]).all()
         assert step.terminated.all() == (decision == 140)
         total += step.reward
-    damage = np.array([[view.damage for view in views] for views in duel.views])
+        assert np.abs(duel.observation).max() < 20  # also when somebody is dead
+    damage = np.array([[view.damage for view in views] for views in duel.views]) - before
     assert duel.frags[:, 0].sum() >= 1  # the bot hits somebody who stands still
     np.testing.assert_allclose(total[:, 0], duel.frags[:, 0] - duel.frags[:, 1] + 0.01 * (damage[:, 0] - damage[:, 1]), atol=1e-4)
     assert np.asarray(duel.render()).shape == (360, 972, 3)
@@ -61,6 +63,8 @@ def test_matches_end_together_restart_at_zero_and_leave_no_process(duel: DoomDue
     seen = duel.observation[1, 0].reshape(2, -1)
     assert (seen[0] == seen[1]).all()  # at the start twice the same
     assert seen[0, 0] == 1.0  # health
+    step = duel.step(np.zeros(shape, np.int64), np.ones(2, np.bool_))
+    assert (np.abs(step.reward[1]) < 0.5).all()  # what was dealt before does not count
     duel.close()
     wait_for_end_of_engines()
 

@@ -60,7 +60,6 @@ class DoomDuelEnv(VectorMultiAgentEnv):
         self._matches: list[DuelMatch] = []
         self.views: list[list[PlayerView]] = [[] for _ in range(num_envs)]
         """By match and camp."""
-        self._homes: Floats = np.zeros((num_envs, 2, 2), np.float32)
         self._scores = np.zeros(num_envs)
         self._made: Ints = np.zeros(num_envs, np.int64)
         shape = (num_envs, 2)
@@ -91,7 +90,8 @@ class DoomDuelEnv(VectorMultiAgentEnv):
         for match, waiting in zip(matches.tolist(), begun, strict=True):
             self.views[match] = self._matches[match].finish(waiting)
             self._observe(match, first=True)
-        self._scores[matches], self._made[matches] = 0.0, 0
+            self._scores[match] = self._score(self.views[match])  # the engines go on counting damage
+        self._made[matches] = 0
         self._result.acting[matches] = True
         self._result.terminated[matches] = False
         return self._result
@@ -134,10 +134,8 @@ class DoomDuelEnv(VectorMultiAgentEnv):
 
     def _observe(self, match: int, *, first: bool = False) -> None:
         for camp, view in enumerate(self.views[match]):
-            if first:
-                self._homes[match, camp] = view.status[3:5]
             frames = self._result.observation[match, camp]
-            now = features(view, self._homes[match, camp])
+            now = features(view)
             frames[:_FEATURES] = now if first else frames[_FEATURES:]
             frames[_FEATURES:] = now
 
@@ -147,8 +145,8 @@ class DoomDuelEnv(VectorMultiAgentEnv):
         return first - second + self._damage_reward * (views[0].damage - views[1].damage)
 
 
-def features(view: PlayerView, home: Floats) -> Floats:
-    """What a player sees and has. `home`: its position at the start of the match."""
+def features(view: PlayerView) -> Floats:
+    """What a player sees and has."""
     health, ammunition, ready, x, y, speed_x, speed_y, angle = view.status
     side_x, side_y = math.sin(math.radians(angle)), -math.cos(math.radians(angle))  # to the right of where it looks
     rockets = [(1.0, at, 5.0 * width) for at, width in view.rockets[:_ROCKETS]]
@@ -157,11 +155,11 @@ def features(view: PlayerView, home: Floats) -> Floats:
     aim = 0.0 if enemy is None else enemy
     return np.array(
         [
-            health / 100,
+            max(0.0, health) / 100,  # the dead have −999,900
             ammunition / 50,
             ready,
             float(view.dead),
-            ((x - home[0]) * side_x + (y - home[1]) * side_y) / 200,
+            (x * side_x + y * side_y) / 200,
             (speed_x * side_x + speed_y * side_y) / 10,
             float(enemy is not None),
             aim,
