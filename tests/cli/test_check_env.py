@@ -41,7 +41,7 @@ def test_warnings_count_with_strict(call: Call, tmp_path: Path) -> None:
 def test_an_experiment_file_names_the_environment_and_its_preprocessing(call: Call, tmp_path: Path) -> None:
     data: dict[str, Any] = {"env": ZOO, "config": {"env_config": {"kind": "Endless"}, "preprocess": {"max_episode_steps": 50}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"mine": data}))
-    result = call("check-env", "-f", tmp_path / "mine.yaml", "--json", *QUICK)
+    result = call("check-env", "-f", tmp_path / "mine.yaml", "--json", "--quick", "--seconds", "1")
     assert result.code == 0
     assert result.json["facts"]["episodes"]["length"]["high"] == 50
     assert result.json["recommendation"]["experiment"]["config"]["preprocess"] == {"max_episode_steps": 50}

@@ -404,7 +404,7 @@ class Slow(Walk):
 class Uneven(Walk):
     def step(self, action: Any) -> Step:
         if self.steps % 10 == 9:
-            time.sleep(0.03)
+            time.sleep(0.06)
         return super().step(action)
 
 
