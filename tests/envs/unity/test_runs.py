@@ -16,8 +16,9 @@ pytest.importorskip("google.protobuf")
 import ludus
 from ludus.envs.pettingzoo import make_match
 from tests.unity_player.executable import write_player
+from tests.unity_player.ports import first_port
 
-FIRST_PORT = 24_000
+FIRST_PORT = first_port(24_000)
 SMALL: dict[str, Any] = {
     "num_envs": 1,
     "train_batch_size": 64,
@@ -59,7 +60,7 @@ def test_a_run_trains_evaluates_and_is_rolled_out(tmp_path: Path) -> None:
     result = ludus.train("unity", stop={"iterations": 2}, local_dir=tmp_path, env_config=config, **more)
     assert result.metrics["timesteps"] >= 128
     assert result.metrics["evaluation/episodes"] == 5
-    assert {log.name for log in logs.iterdir()} <= {"Player-0.log", "Player-1.log"}, "one for training and one for evaluations"
+    assert len(list(logs.iterdir())) < 5, "one for training and one for evaluations"  # more if other programs take the ports
     agent = ludus.load(result.run_dir)
     mask = np.array([1, 0, 0, 1, 0])
     action, _ = agent.act(np.zeros(7, np.float32), mask=mask)
@@ -88,7 +89,7 @@ def test_workers_have_players_of_their_own(tmp_path: Path) -> None:
     more = SMALL | {"num_workers": 2, "train_batch_size": 256}
     result = ludus.train("unity", stop={"iterations": 3}, local_dir=tmp_path, env_config=config, **more)
     assert result.metrics["iterations"] == 3
-    assert {log.name for log in logs.glob("Player-*.log")} >= {"Player-0.log", "Player-1.log"}
+    assert len(list(logs.glob("Player-*.log"))) >= 2
 
 
 @pytest.mark.parametrize("scene", ["ball", "soccer"])

@@ -18,6 +18,7 @@ from ludus.envs.unity.side_channels import MessageReader, MessageWriter, SideCha
 from ludus.envs.unity.unity_config import parse_unity_config
 from ludus.errors import EnvironmentFault, UsageError
 from tests.unity_player.executable import write_player
+from tests.unity_player.ports import first_port
 
 STATISTICS = UUID("a1d8f7b7-cec8-50f9-b78b-d3e165a78520")
 WEATHER = "tests.envs.unity.test_side_channels:Weather"
@@ -92,7 +93,7 @@ def test_a_channel_of_your_own_sends_and_receives() -> None:
 
 def test_a_channel_of_your_own_reaches_the_player(tmp_path: Path) -> None:
     player = write_player(tmp_path)
-    settings = {"file_name": str(player), "no_graphics": True, "base_port": 24_000, "side_channels": [WEATHER]}
+    settings = {"file_name": str(player), "no_graphics": True, "base_port": first_port(21_500), "side_channels": [WEATHER]}
     with contextlib.closing(UnityMatch("unity", {**settings, "log_folder": str(tmp_path / "logs")})):
         pass
     (log,) = (tmp_path / "logs").iterdir()
