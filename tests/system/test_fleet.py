@@ -74,6 +74,7 @@ def rows(cache: Path) -> list[dict[str, float]]:
     return [json.loads(line) for text in texts for line in text.splitlines() if line.endswith("}")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_fleet_learns_though_everyone_is_killed_once(
     redis: RedisServer, s3_server: Server, s3_url: str, tmp_path: Path, commands: Commands

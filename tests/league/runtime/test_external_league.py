@@ -80,6 +80,7 @@ def test_workers_serve_the_games_of_a_league(tmp_path: Path, workers: int, seats
     assert pair.gain == pair.wins - pair.losses, "the winner that the game reports, not the rewards, which are 0"
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_kill_9_of_coordinator_and_learner_loses_no_counted_result(tmp_path: Path) -> None:
     port, file, directory = free_port(), tmp_path / "league.yaml", tmp_path / "league"
