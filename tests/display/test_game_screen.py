@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,17 @@ def test_the_pictures_are_those_of_the_window() -> None:
     assert white[:20, :10].all()
     assert white.sum() == 200
     assert (frame[~white] == (200, 30, 10)).all()
+
+
+def test_events_that_every_client_gets_do_not_disturb_the_pictures() -> None:
+    need("Xvfb")
+    with GameScreen(recorded=True, environ=NOWHERE) as screen, window(screen.environment(os.environ), 64, 48, 200, 30, 10):
+        first = screen.frame()
+        connection, _ = x11.open_connection(screen.environment(os.environ))
+        with connection:  # ChangeKeyboardMapping of one key, and GetInputFocus, whose reply shows that it has been processed
+            connection.sendall(struct.pack("<BBHBBxxI", 100, 1, 3, 38, 1, 0x61) + struct.pack("<BBH", 43, 0, 1))
+            assert x11.receive(connection, 64)
+        assert screen.frame().shape == first.shape
 
 
 @pytest.mark.parametrize("depth", ["16", "8"])

@@ -22,8 +22,8 @@ URL = "http://127.0.0.1:8123"
 
 
 def test_placeholders_are_replaced_in_every_word() -> None:
-    command = ["game", "--url={url}", "{port}", "--seed={number}", "{other}"]
-    assert fill_command(command, URL, 3) == ["game", f"--url={URL}", "8123", "--seed=3", "{other}"]
+    command = ["game", "--url={url}", "{port}", "--name={number}", "--seed={seed}", "{other}"]
+    assert fill_command(command, URL, 3, 7) == ["game", f"--url={URL}", "8123", "--name=3", "--seed=7", "{other}"]
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
@@ -37,6 +37,15 @@ def test_a_game_that_ends_is_started_again(tmp_path: Path) -> None:
         wait_until(lambda: played.exists() and len(played.read_text().split()) >= 5)
     assert set(played.read_text().split()) == {"0", "1"}
     assert (tmp_path / "logs" / "game-1.log").exists()
+
+
+def test_every_start_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    played = tmp_path / "played"
+    with GameProcesses(["/bin/sh", "-c", f"echo {{seed}} >> {played}"], 2, URL, tmp_path / "logs"):
+        wait_until(lambda: played.exists() and len(played.read_text().split()) >= 4)
+    seeds = [int(seed) for seed in played.read_text().split()]
+    assert len(set(seeds)) == len(seeds)
+    assert {0, 1} <= set(seeds)
 
 
 def test_a_game_that_fails_is_reported_with_its_last_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

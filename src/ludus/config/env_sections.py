@@ -201,7 +201,7 @@ class ExternalConfig(ConfigSection):
     game_command: list[str] | None = Field(
         None,
         min_length=1,
-        description="Program and arguments of a game to start on this machine, and again when it ends; {url}, {port} and {number} are "
+        description="Program and arguments of a game to start on this machine, and again when it ends; {url}, {port}, {number} and {seed} are "
         "replaced. null = games are started elsewhere.",
     )
     games: int = Field(1, ge=1, le=1000, description="How many of them run at once.")

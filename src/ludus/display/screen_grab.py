@@ -32,6 +32,7 @@ _REPLY_S = 10.0
 _GET_ATTRIBUTES, _GET_GEOMETRY, _QUERY_TREE, _GET_IMAGE = 3, 14, 15, 73
 _VIEWABLE, _INPUT_ONLY = 2, 2
 _Z_PIXMAP, _ALL_PLANES = 2, 0xFFFFFFFF
+_ERROR, _REPLY = 0, 1  # first byte of what the server sends; events have larger numbers
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ class ScreenGrab:
         """Send one request and return its reply. Raises _XError, OSError."""
         assert self._connection is not None
         self._connection.sendall(struct.pack("<BBHI", opcode, detail, 2 + len(body) // 4, window) + body)
-        head = self._receive(32)
-        if head[0] == 0:
+        while (head := self._receive(32))[0] > _REPLY:  # an event that every client gets, such as MappingNotify
+            pass
+        if head[0] == _ERROR:
             raise _XError(f"X error {head[1]} of request {opcode}")
         return head + self._receive(4 * struct.unpack_from("<I", head, 4)[0])
 

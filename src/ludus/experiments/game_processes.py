@@ -37,9 +37,9 @@ def next_delay(failures: int) -> float:
     return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), MAX_DELAY_S)
 
 
-def fill_command(command: Sequence[str], url: str, number: int) -> list[str]:
-    """Replace {url}, {port} and {number} in the words of a command."""
-    values = {"{url}": url, "{port}": url.rpartition(":")[2], "{number}": str(number)}
+def fill_command(command: Sequence[str], url: str, number: int, seed: int) -> list[str]:
+    """Replace {url}, {port}, {number} and {seed} in the words of a command."""
+    values = {"{url}": url, "{port}": url.rpartition(":")[2], "{number}": str(number), "{seed}": str(seed)}
     filled = []
     for word in command:
         for placeholder, value in values.items():
@@ -50,8 +50,9 @@ def fill_command(command: Sequence[str], url: str, number: int) -> list[str]:
 
 @dataclass
 class _Slot:
-    command: list[str]
+    number: int
     log: Path
+    starts: int = 0
     due: float = 0.0
     game: GameProcess | None = None
     screen: GameScreen | None = None
@@ -62,7 +63,8 @@ class GameProcesses:
     """Keeps `count` games running, in a thread of its own, until it is closed. `url`: where they find the run; `logs`: directory."""
 
     def __init__(self, command: Sequence[str], count: int, url: str, logs: Path) -> None:
-        self._slots = [_Slot(fill_command(command, url, number), logs / f"game-{number}.log") for number in range(count)]
+        self._command, self._url = list(command), url
+        self._slots = [_Slot(number, logs / f"game-{number}.log") for number in range(count)]
         self._games = Games()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="games", daemon=True)
@@ -97,8 +99,14 @@ class GameProcesses:
         _close_screen(slot)
         try:
             slot.screen = None if screen_choice() == AUTO else GameScreen()
+            if self._closing.is_set():  # a screen takes a while to start
+                _close_screen(slot)
+                return
             environment = None if slot.screen is None else slot.screen.environment(os.environ)
-            slot.game = self._games.start(slot.command, log=slot.log, environment=environment, on_exit=lambda _: self._wake.set())
+            seed = slot.number + slot.starts * len(self._slots)  # another one for each start
+            command = fill_command(self._command, self._url, slot.number, seed)
+            slot.starts += 1
+            slot.game = self._games.start(command, log=slot.log, environment=environment, on_exit=lambda _: self._wake.set())
         except (LudusError, OSError) as error:
             self._retry_later(slot, f"cannot be started: {error}")
 
@@ -116,7 +124,7 @@ class GameProcesses:
         slot.failures += 1
         pause = next_delay(slot.failures - 1)
         slot.due = time.monotonic() + pause
-        log.warning("the game %s %s; it is started again in %.1f s (log: %s)", slot.command[0], what, pause, slot.log)
+        log.warning("the game %s %s; it is started again in %.1f s (log: %s)", self._command[0], what, pause, slot.log)
 
 
 def _close_screen(slot: _Slot) -> None:

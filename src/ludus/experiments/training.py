@@ -140,8 +140,8 @@ def _own_games(
     from ludus.experiments.game_processes import GameProcesses
 
     host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]  # noqa: S104 - an address that was bound
-    logs = run.directory / "logs" / "games"
-    return GameProcesses(external.game_command, external.games, f"http://{host}:{address[1]}", logs)
+    url = f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
+    return GameProcesses(external.game_command, external.games, url, run.directory / "logs" / "games")
 
 
 @contextlib.contextmanager

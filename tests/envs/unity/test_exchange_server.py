@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -155,3 +156,15 @@ def test_a_client_that_takes_nothing_is_given_up(server: ExchangeServer) -> None
         assert server.receive(WAIT_S) == b"x"
         with pytest.raises(TimeoutError):
             server.reply(bytes(1_000_000), 0.2)
+
+
+def test_a_connection_for_which_no_descriptor_is_left_is_an_error(server: ExchangeServer) -> None:
+    class FullListener(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    first = server._listeners[0]
+    full = FullListener(fileno=first.detach())
+    server._listeners[0] = full
+    with socket.create_connection(("127.0.0.1", server.port)), pytest.raises(EnvironmentFault, match="Too many open files"):
+        server.receive(WAIT_S, lambda: None)

@@ -146,8 +146,10 @@ class ExchangeServer:
         listener = next(each for each in self._listeners if each.fileno() == descriptor)
         try:
             client, _ = listener.accept()
-        except OSError:  # it has gone away
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone away
             return
+        except OSError as error:  # for example, no descriptor is left
+            raise EnvironmentFault(f"No player can connect to port {self.port}: {error}.") from error
         if self._connection is not None:
             self.refused += 1
             log.warning("A second player has connected to port %d; it is refused.", self.port)
@@ -370,8 +372,12 @@ def _listen(port: int) -> list[socket.socket] | None:
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue  # no such addresses on this machine
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT:
+                continue  # no such addresses on this machine
+            for held in listeners:
+                held.close()
+            raise EnvironmentFault(f"Port {port} cannot be bound: {error}.") from error
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a connection that has ended
             listener.bind((address, port))

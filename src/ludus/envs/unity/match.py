@@ -159,6 +159,11 @@ class UnityMatch:
         for full_name, behavior in layout.behaviors.items():
             sensors = ", ".join(f"{sensor.name or 'unnamed'} {list(sensor.shape)}" for sensor in behavior.sensors)
             slots = layout.slots[full_name]
+            if not slots:
+                raise EnvironmentFault(
+                    f"No agent of {full_name} acts at the reset of {self.name}, so the number of its agents is not known.",
+                    f"Set env_config.max_agents: {{{full_name!r}: …}}.",
+                )
             log.info("%s: behaviour %s, agents %s to %s, sensors %s", self.name, full_name, slots[0], slots[-1], sensors)
         return layout
 

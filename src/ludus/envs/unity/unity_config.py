@@ -11,20 +11,26 @@ from ludus.config.section import ConfigSection
 from ludus.config.validation import parse_section
 
 BASE_PORT, EDITOR_PORT = 5005, 5004
+_LARGEST_FLOAT32 = 3.4028234e38
+_LARGEST_INT32 = (1 << 31) - 1
+
+Float32 = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32, allow_inf_nan=False)]
+ParameterName = Annotated[str, Field(pattern=r"^[\x00-\x7f]+$")]
+"""Side channels encode names as ASCII."""
 
 
 class UniformParameters(ConfigSection):
-    min_value: float
-    max_value: float
+    min_value: Float32
+    max_value: Float32
 
 
 class GaussianParameters(ConfigSection):
-    mean: float
-    st_dev: float = Field(ge=0.0)
+    mean: Float32
+    st_dev: Float32 = Field(ge=0.0)
 
 
 class MultirangeParameters(ConfigSection):
-    intervals: list[tuple[float, float]] = Field(min_length=1)
+    intervals: list[tuple[Float32, Float32]] = Field(min_length=1)
 
 
 class UniformSampler(ConfigSection):
@@ -49,7 +55,7 @@ class UnityConfig(ConfigSection):
     """`env_config:` of `env: unity`."""
 
     file_name: str | None = Field(
-        None, description="Player: its path, also without .x86_64; null = press Play in the Unity editor."
+        None, min_length=1, description="Player: its path, also without .x86_64; null = press Play in the Unity editor."
     )
     worker_id: int = Field(0, ge=0, description="Offset from base_port; the next free port is used if that one is taken.")
     base_port: int | None = Field(None, ge=1, le=65535, description="First port; null = 5005 for a player, 5004 for the editor.")
@@ -62,14 +68,18 @@ class UnityConfig(ConfigSection):
     )
     timeout_wait: float = Field(60.0, gt=0.0, description="Longest wait for a message of the player, in seconds.")
     additional_args: list[str] = Field(default_factory=list, description="Further arguments of the player.")
-    num_areas: int = Field(1, ge=1, description="Training areas that the scene shall make of itself.")
-    time_scale: float = Field(20.0, gt=0.0, description="Speed of the game's time.")
-    capture_frame_rate: int = Field(60, ge=0, description="Frames per second of the game's time; 0 = real time.")
-    target_frame_rate: int = Field(-1, ge=-1, description="Frames per second that the game aims at; -1 = as many as possible.")
-    quality_level: int = Field(5, ge=0, description="Quality level of the project.")
-    width: int = Field(84, ge=1, description="Width of the window in pixels.")
-    height: int = Field(84, ge=1, description="Height of the window in pixels.")
-    environment_parameters: dict[str, float | Sampler] = Field(
+    num_areas: int = Field(1, ge=1, le=_LARGEST_INT32, description="Training areas that the scene shall make of itself.")
+    time_scale: Float32 = Field(20.0, gt=0.0, description="Speed of the game's time.")
+    capture_frame_rate: int = Field(
+        60, ge=0, le=_LARGEST_INT32, description="Frames per second of the game's time; 0 = real time."
+    )
+    target_frame_rate: int = Field(
+        -1, ge=-1, le=_LARGEST_INT32, description="Frames per second that the game aims at; -1 = as many as possible."
+    )
+    quality_level: int = Field(5, ge=0, le=_LARGEST_INT32, description="Quality level of the project.")
+    width: int = Field(84, ge=1, le=_LARGEST_INT32, description="Width of the window in pixels.")
+    height: int = Field(84, ge=1, le=_LARGEST_INT32, description="Height of the window in pixels.")
+    environment_parameters: dict[ParameterName, Float32 | Sampler] = Field(
         default_factory=dict, description="Parameter of the scene → number, or sampler_type with sampler_parameters."
     )
     side_channels: list[str | dict[str, dict[str, Any]]] = Field(

@@ -108,10 +108,11 @@ class DuelMatch:
 
     def close(self) -> None:
         begun = self._on_both(lambda camp: self.engines[camp].close())
-        with suppress(FutureTimeout):
+        try:
             for one in begun:
                 one.result(_CLOSE_S)
-        self._kill()
+        except FutureTimeout:
+            self._kill()  # only then: the id of an engine that has ended may belong to another program
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._claim.close()
         shutil.rmtree(self._directory, ignore_errors=True)

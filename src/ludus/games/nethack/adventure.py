@@ -63,7 +63,7 @@ class Monster:
     level: int
     speed: int
     untouchable: bool
-    """Dangerous to whoever hits it with bare hands."""
+    """Harms a character that hits it with bare hands."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def around(squares: int) -> int:
 
 
 def reachable_from(squares: int, doors: int) -> int:
-    """Squares one step away. Nobody walks diagonally into or out of a door."""
+    """Squares one step away. Doors cannot be passed diagonally."""
     straight = squares << 1 | squares >> 1 | squares << _WIDTH | squares >> _WIDTH
     free = squares & ~doors
     rows = free << 1 | free >> 1

@@ -30,8 +30,8 @@ class RocketLeagueEnv(VectorMultiAgentEnv):
     """Agents drive cars and push a ball into the goal of the other team. After a goal the match goes on from a new kickoff.
 
     `seconds`: length of a match. `reward`: `goals` counts 1 for a goal and -1 for one conceded; `shaped` helps to learn; a mapping sets
-    the weights of `RewardWeights`. `controls`: `all`, or `ground` for cars that drive and do not jump or fly. `kickoffs`: share of the phases of play that start with a kickoff; the others start with cars and ball
-    at random places. An agent observes its own car, the ball, goals, boost pads and the other cars, and chooses a row of the control table
+    the weights of `RewardWeights`. `controls`: `all`, or `ground` for cars that drive and do not jump or fly. `kickoffs`: share of the
+    phases of play that start with a kickoff; the others start with cars and ball at random places. An agent observes its own car, the ball, goals, boost pads and the other cars, and chooses a row of the control table
     for the next 8 ticks of 1/120 s.
     """
 

@@ -19,7 +19,7 @@ _EDGE: Final = 96.0
 PER_SIDE: Final = int((MAP_SIZE - 2 * _EDGE) // SPACING) + 1
 MAX_MATCHES: Final = PER_SIDE**2
 HALF_FIELD: Final = 44.0
-"""Soldiers are not sent farther than this from the centre, in x and z. They see 80 m: matches do not matter to each other."""
+"""Soldiers are not sent farther than this from the centre, in x and z. Soldiers act on commands alone, so matches do not matter to each other."""
 _PLAYERS: Final = (1, 2)
 _CODE: Final = (Path(__file__).parent / "skirmish.js").read_text(encoding="utf-8")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import gymnasium as gym
@@ -88,10 +88,13 @@ class SkirmishEnv(VectorMultiAgentEnv):
         def start(part: slice) -> None:
             self._fields.append(Battlefield(part.stop - part.start, self._templates))
 
+        begun = [self._pool.submit(start, part) for part in self._parts]
+        wait(begun)
         try:
-            list(self._pool.map(start, self._parts))
+            for one in begun:
+                one.result()
         except BaseException:
-            self.close()
+            self._close_games()
             raise
         self._fields.sort(key=lambda field: -field.count)  # only the last part may be smaller
 
@@ -196,8 +199,12 @@ class SkirmishEnv(VectorMultiAgentEnv):
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._close_games()
+
+    def _close_games(self) -> None:
         for field in self._fields:
             field.close()
+        self._fields = []
 
 
 def _give_orders(field: Battlefield, match: int, orders: Ints, slots: Ints, alive: Bools) -> None:

@@ -35,6 +35,8 @@ MAP_SIZE: Final = 1024.0
 _MAP: Final = "scenarios/_default"
 _GAMES_PATH: Final = "/usr/games"
 _NOBODY: Final = 65534
+_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
+"""All that the game gets: other processes of the user nobody can read its variables."""
 _START_S, _REQUEST_S = 60.0, 60.0
 _POLL_S: Final = 0.05
 
@@ -76,7 +78,8 @@ class ZeroADGame:
                 os.chown(home.path, _NOBODY, _NOBODY)
                 user = f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"
                 arguments = ["setpriv", *user, *arguments]
-            environment = {**os.environ, "HOME": str(home.path), "XDG_RUNTIME_DIR": str(home.path)}
+            environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+            environment |= {"HOME": str(home.path), "XDG_RUNTIME_DIR": str(home.path)}
             self._player = stack.enter_context(
                 PlayerProcess(arguments, name="0 A.D.", log=log, environment=environment, directory=home.path, grace_s=1.0)
             )
