@@ -29,7 +29,7 @@ def test_a_mistake_is_reported_with_its_remedy_and_exit_code_1(call: Call) -> No
     assert f"mistake  {check.rule}: the observation[0] is" in result.out
     assert f"         → {check.remedy}" in result.out
     assert "recommended configuration:" in result.out
-    assert "1 mistakes; " in result.out.splitlines()[-1]
+    assert "1 mistake; " in result.out.splitlines()[-1]
 
 
 def test_warnings_count_with_strict(call: Call, tmp_path: Path) -> None:
@@ -45,6 +45,15 @@ def test_an_experiment_file_names_the_environment_and_its_preprocessing(call: Ca
     assert result.code == 0
     assert result.json["facts"]["episodes"]["length"]["high"] == 50
     assert result.json["recommendation"]["experiment"]["config"]["preprocess"] == {"max_episode_steps": 50}
+
+
+def test_the_display_of_the_experiment_is_used_and_kept(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LUDUS_SCREEN", raising=False)
+    data: dict[str, Any] = {"env": ZOO, "config": {"env_config": {"kind": "NeedsNoScreen"}, "display": "none"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"mine": data}))
+    result = call("check-env", "-f", tmp_path / "mine.yaml", "--json", *QUICK)
+    assert (result.code, result.json["mistakes"]) == (0, 0)
+    assert result.json["recommendation"]["experiment"]["config"]["display"] == "none"
 
 
 def test_json_is_one_object_on_stdout(call: Call) -> None:

@@ -19,11 +19,12 @@ import yaml
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+from ludus.cli.serving.check_game import print_summary
 from ludus.errors import Refused, UsageError
 from ludus.gateway.http_connection import HttpLimits
 from ludus.protocol.client import Client
 from ludus.protocol.codec import SeatSpaces, seats_to_spec
-from ludus.protocol.conformance import Conformance
+from ludus.protocol.conformance import CHECKS, Conformance, ConformanceReport, ReportRow
 from ludus.remote.fake_peers import FakeGamecore
 from tests.cli.programs import program
 from tests.local_servers import LIMIT_S, Checked, checking, received, say, step
@@ -262,7 +263,13 @@ def test_the_command_tells_mistakes_once_and_ends_with_1() -> None:
     assert out.count("session 'm-17'") == 1
     row = next(line for line in out.splitlines() if line.startswith("mistake      3"))
     assert "Send start" in row
-    assert out.splitlines()[-1].startswith("0 matches, 3 requests: 4 mistakes")
+    assert out.splitlines()[-1].startswith("0 matches, 3 requests: 4 mistakes, 0 warnings")
+
+
+def test_the_summary_of_one_mistake_is_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ReportRow(CHECKS["path"], "mistake", 1, ""), ReportRow(CHECKS["no_seq"], "warning", 1, "")]
+    print_summary(ConformanceReport(rows, 1, 1, 1), as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "1 match, 1 request, 1 retry: 1 mistake, 1 warning"
 
 
 @pytest.mark.parametrize(

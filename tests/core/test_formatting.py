@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ludus.core.formatting import bar, format_duration, format_number, sparkline
+from ludus.core.formatting import bar, format_duration, format_number, pluralize, sparkline
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,11 @@ def test_a_duration_is_its_two_largest_units(seconds: float | None, text: str) -
 )
 def test_a_bar_is_always_as_wide_as_asked(share: float, text: str) -> None:
     assert bar(share, 4) == text
+
+
+def test_a_noun_is_singular_after_1_only() -> None:
+    assert [pluralize(number, "mistake") for number in (0, 1, 1_200)] == ["0 mistakes", "1 mistake", "1,200 mistakes"]
+    assert [pluralize(number, "match", "matches") for number in (1, 2)] == ["1 match", "2 matches"]
 
 
 def test_a_sparkline_squeezes_the_history_and_keeps_the_last_value() -> None:

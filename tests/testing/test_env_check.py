@@ -19,7 +19,7 @@ def test_a_class_without_a_fault_passes() -> None:
 def test_all_mistakes_of_a_registered_environment_are_named() -> None:
     ludus.register_env("zoo-bounds", lambda: zoo.OutOfBounds())
     with pytest.raises(
-        EnvironmentFault, match=r"zoo-bounds has 1 faults:\nObservations are inside their space: the observation\[0\] is"
+        EnvironmentFault, match=r"zoo-bounds has 1 fault:\nObservations are inside their space: the observation\[0\] is"
     ):
         check_env("zoo-bounds", steps=300, measure_s=0.01)
 

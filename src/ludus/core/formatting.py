@@ -29,6 +29,11 @@ def format_number(value: float | None) -> str:
     return f"−{text}" if value < 0 else text
 
 
+def pluralize(number: float, word: str, plural: str = "") -> str:
+    """1 worker · 1,200 workers. `plural`: where it is not the word and an s."""
+    return f"{number:,.0f} {word if number == 1 else plural or f'{word}s'}"
+
+
 def format_bytes(count: float) -> str:
     """1.5 GB · 120 MB · 512 bytes."""
     for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):

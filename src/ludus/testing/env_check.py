@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludus.core import trust
+from ludus.core.formatting import pluralize
 from ludus.envs.env_check.findings import EnvReport
 from ludus.envs.env_check.session import CheckRequest
 from ludus.envs.env_check.stages import check_in_process
@@ -24,8 +25,8 @@ def check_env(
 ) -> EnvReport:
     """Play an environment at random and return what was found. Raises EnvironmentFault with all mistakes; `strict`: with warnings too.
 
-    `env`: a name, a class, or a function that makes it. `steps`, `seconds`: limits of random play. `settings`: `preprocess` and
-    `wrappers` as in `config:`, `seed`.
+    `env`: a name, a class, or a function that makes it. `steps`, `seconds`: limits of random play. `settings`: `preprocess`,
+    `wrappers` and `display` as in `config:`, `seed`.
 
     def test_the_environment_can_be_trained():
         check_env("my_game:make", {"level": 3})
@@ -37,5 +38,5 @@ def check_env(
     wrong = [finding for finding in report.findings if finding.check.level in levels]
     if wrong:
         found = "\n".join(f"{finding.check.rule}: {finding.seen}. {finding.check.remedy}" for finding in wrong)
-        raise EnvironmentFault(f"{name} has {len(wrong)} faults:\n{found}")
+        raise EnvironmentFault(f"{name} has {pluralize(len(wrong), 'fault')}:\n{found}")
     return report

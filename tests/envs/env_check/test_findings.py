@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from ludus.core import trust
 from ludus.envs.env_check.findings import EnvReport
-from ludus.envs.env_check.session import CheckRequest
+from ludus.envs.env_check.play import PlayRecorder
+from ludus.envs.env_check.session import CheckRequest, CheckSession
 from ludus.envs.env_check.stages import check_in_process
+from ludus.envs.env_check.subject import Moment, make_subject
 from ludus.errors import LudusError
 
 ZOO = "tests.envs.env_check.zoo:make"
@@ -36,9 +39,7 @@ def test_processes_of_a_copy_are_counted() -> None:
 
 
 def test_a_text_part_is_left_out_and_the_rest_is_checked() -> None:
-    report = check_in_process(
-        CheckRequest(ZOO, {"kind": "Grid", "settings": {"text": True}}, seconds=60.0, steps=300, measure_s=0.01)
-    )
+    report = check_in_process(CheckRequest(ZOO, {"kind": "Mission"}, seconds=60.0, steps=300, measure_s=0.01))
     assert (report.kinds, report.facts["drop"]) == ({"text_part"}, ["mission"])
 
 
@@ -46,6 +47,17 @@ def test_an_error_of_the_check_itself_is_not_taken_for_one_of_the_environment() 
     request = CheckRequest(ZOO, {"kind": "Walk"}, seed=-1)
     with pytest.raises(LudusError, match=r"The stage 'play' of the check failed at .*py:\d+: ValueError"):
         check_in_process(request)
+
+
+def test_all_rewards_count_for_the_share_that_is_not_0() -> None:
+    trust.allow(ZOO)
+    session = CheckSession(CheckRequest(ZOO, {"kind": "Walk"}))
+    recorder = PlayRecorder(session, make_subject(session))
+    crowd = Moment({}, rewards={str(number): -0.5 for number in range(1_000)})
+    for _ in range(110):
+        recorder.step(crowd)
+    recorder.conclude()
+    assert session.facts["reward"]["nonzero_share"] == 1.0
 
 
 FAULTS = {

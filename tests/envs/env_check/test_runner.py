@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ludus.core import trust
+from ludus.envs.env_check import seeding
 from ludus.envs.env_check.findings import EnvReport
 from ludus.envs.env_check.runner import ALL_STAGES, check_env
 from ludus.envs.env_check.seeding import check_second_process
-from ludus.envs.env_check.session import CheckRequest, CheckSession
+from ludus.envs.env_check.session import CallMarks, CheckRequest, CheckSession, NoMarks
 from ludus.envs.env_check.stages import SECOND_PROCESS, run_stage
 from ludus.errors import UnknownName
 from tests.envs.env_check.test_findings import ZOO, seen
@@ -91,29 +94,71 @@ def test_an_unknown_name_is_an_error_of_usage() -> None:
 # -- another process
 
 
-def beside(kind: str, directory: Path) -> CheckSession:
-    session = CheckSession(request(kind))
+class CountedMarks(NoMarks):
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def enter(self, call: str, step: int) -> None:
+        self.calls[call] += 1
+
+
+def beside(kind: str, marks: CallMarks | None = None) -> CheckSession:
+    session = CheckSession(request(kind), marks=marks)
     trust.allow(ZOO)
     assert run_stage(session, "spaces")
     assert run_stage(session, "seeding")
-    file = directory / "task.json"
-    file.write_text(json.dumps({"request": asdict(session.request), "facts": {}}))
-    check_second_process(session, file)
+    check_second_process(session)
     return session
 
 
-def test_what_depends_on_hashes_differs_in_another_process(tmp_path: Path) -> None:
-    found = {finding.check.kind: finding.seen for finding in beside("HashOrder", tmp_path).findings}
+def test_what_depends_on_hashes_differs_in_another_process() -> None:
+    found = {finding.check.kind: finding.seen for finding in beside("HashOrder").findings}
     assert found == {"process_seed": "another process got other values for the same seed and actions, after reset"}
 
 
-def test_a_port_that_only_one_process_can_have_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_only_one_process_can_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("ZOO_PORT", str(free.getsockname()[1]))
-    found = {finding.check.kind: finding.seen for finding in beside("OnePort", tmp_path).findings}
+    found = {finding.check.kind: finding.seen for finding in beside("OnePort").findings}
     assert list(found) == ["second_process"]
     assert "Address already in use" in found["second_process"]
+
+
+def test_a_helper_process_that_keeps_stderr_open_is_not_a_hang() -> None:
+    report = check("LeavesProcess", "spaces", "seeding", SECOND_PROCESS, timeout_s=5.0)
+    assert report.kinds == set()
+    assert SECOND_PROCESS in report.stages
+
+
+def test_the_wait_for_the_second_process_is_not_taken_for_a_call_that_hangs() -> None:
+    marks = CountedMarks()
+    beside("Walk", marks)
+    assert marks.calls["a second process"] > 1
+
+
+def test_a_second_process_that_does_not_finish_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_PROCESS_S", 0.1)
+    session = CheckSession(replace(request("Walk"), seconds=0.1))
+    trust.allow(ZOO)
+    check_second_process(session)
+    assert [finding.seen for finding in session.findings] == ["a second copy in another process did not finish in 0.2 s"]
+
+
+def test_a_text_part_does_not_make_the_second_process_differ() -> None:
+    report = check("Mission", "spaces", "seeding", SECOND_PROCESS)
+    assert (report.kinds, report.facts["drop"]) == ({"text_part"}, ["mission"])
+    assert SECOND_PROCESS in report.stages
+
+
+@pytest.mark.skipif(shutil.which("Xvfb") is None, reason="needs Xvfb")
+def test_the_environment_gets_the_screen_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("LUDUS_SCREEN", raising=False)
+    stages = ("spaces", "play", "seeding", SECOND_PROCESS, "closing")
+    report = check_env(replace(request("NeedsScreen"), display="xvfb"), stages=stages)
+    assert (report.kinds, report.facts["processes"]["count"]) == (set(), 0)
+    assert report.stages == list(stages)
 
 
 def test_the_second_process_comes_after_the_seeds() -> None:

@@ -17,6 +17,9 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from ludus.display import x11
+from ludus.process import screen_choice
+
 Step = tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
@@ -69,6 +72,13 @@ class Grid(Walk):
         image = np.zeros((7, 7, 3), np.uint8)
         image[3, int(3 + 3 * np.clip(self.place, -1, 1))] = (2, 5, 0)
         return {"image": image, "direction": self.steps % 4, **({"mission": "go to the end"} if self.text else {})}
+
+
+class Mission(Grid):
+    """Its task is text, which `preprocess: {drop: …}` removes."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode, text=True)
 
 
 class Masked(Walk):
@@ -363,6 +373,24 @@ class HashOrder(Walk):
         _, info = super().reset(**keywords)
         self.place += hash("goal") % 1000 / 1e5
         return self.seen(), info
+
+
+class NeedsScreen(Walk):
+    """Opens a window."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        if problem := x11.connection_error(os.environ):
+            raise RuntimeError(problem)
+
+
+class NeedsNoScreen(Walk):
+    """Works with `display: none` only."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        if screen_choice.screen_choice() != screen_choice.NONE:
+            raise RuntimeError("there is a screen")
 
 
 class OnePort(Walk):

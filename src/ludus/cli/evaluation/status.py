@@ -11,7 +11,7 @@ import typer
 
 from ludus.cli.common_options import Run
 from ludus.cli.output import make_console, make_facts, make_table
-from ludus.core.formatting import format_duration, format_number
+from ludus.core.formatting import format_duration, format_number, pluralize
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,7 +82,7 @@ def page(current: RunStatus) -> RenderableType:
 
 
 def _facts(current: RunStatus) -> Iterable[tuple[str, str]]:
-    from ludus.experiments.runs.run_status import pluralize, summarize_load
+    from ludus.experiments.runs.run_status import summarize_load
 
     known, progress = current.status, current.status.get("progress") or {}
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}

@@ -14,6 +14,7 @@ import typer
 
 from ludus.cli.check_report import finding_line, print_rows
 from ludus.cli.common_options import ListenHost, ListenPort
+from ludus.core.formatting import pluralize
 from ludus.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def print_summary(summary: ConformanceReport, as_json: bool) -> None:
         print(json.dumps(summary.to_json()), flush=True)
         return
     print_rows([(row.state, row.count, row.check.rule, row.check.remedy) for row in summary.rows])
-    retries = f", {summary.retries} retries" if summary.retries else ""
-    mistakes = f"{summary.mistakes or 'no'} mistakes, {summary.warnings} warnings"
-    print(f"\n{summary.matches} matches, {summary.requests} requests{retries}: {mistakes}")
+    played = [pluralize(summary.matches, "match", "matches"), pluralize(summary.requests, "request")]
+    if summary.retries:
+        played.append(pluralize(summary.retries, "retry", "retries"))
+    mistakes = pluralize(summary.mistakes, "mistake") if summary.mistakes else "no mistakes"
+    print(f"\n{', '.join(played)}: {mistakes}, {pluralize(summary.warnings, 'warning')}")

@@ -13,6 +13,7 @@ from ludus.cli.check_report import finding_line, print_rows
 from ludus.cli.help import option_in
 from ludus.cli.output import Printer, make_console, make_facts
 from ludus.cli.training import options as o
+from ludus.core.formatting import pluralize
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from ludus.envs.env_check.session import CheckRequest
     from ludus.experiments.recommendation.settings import Recommendation, TrialCost
 
-_NAMES: dict[Level, str] = {"mistake": "mistakes", "warning": "warnings", "advice": "pieces of advice"}
+_NAMES: dict[Level, tuple[str, str]] = {
+    "mistake": ("mistake", "mistakes"),
+    "warning": ("warning", "warnings"),
+    "advice": ("piece of advice", "pieces of advice"),
+}
 _check, _output = map(option_in, ("Check", "Output"))
 
 
@@ -35,7 +40,7 @@ def check_env(
     timeout: Annotated[float, _check(min=0.5, help="Limit of one call of the environment, in seconds.")] = 30.0,
     seed: Annotated[int, _check(min=0, help="Random seed.")] = 0,
     strict: Annotated[bool, _check("--strict", help="Exit with code 1 on warnings too.")] = False,
-    quick: Annotated[bool, _check("--quick", help="Do not train for a moment, and use one process only.")] = False,
+    quick: Annotated[bool, _check("--quick", help="Skip the short training and the second process.")] = False,
     show_all: Annotated[bool, _output("--all", help="List the checks that passed, too.")] = False,
     out: Annotated[Path | None, _output("--out", "-o", help="File for the recommended configuration.")] = None,
     as_json: Annotated[bool, _output("--json", help="Print the report as JSON; findings go to stderr.")] = False,
@@ -102,6 +107,7 @@ def _read_experiment(file: Path, name: str | None, env: str | None) -> dict[str,
         "env_config": dict(config.env_config),
         "preprocess": preprocess,
         "wrappers": tuple(config.wrappers),
+        "display": config.display,
     }
 
 
@@ -131,7 +137,7 @@ def _recommend(report: EnvReport, printer: Printer, quick: bool) -> tuple[Recomm
     advice = recommend(report)
     if quick or report.count("mistake"):
         return advice, None
-    printer("training for a moment …")
+    printer("training for a few seconds …")
     cost, failure = run_trial(advice.data)
     if failure:
         finding = EnvFinding(CHECKS["training"], failure)
@@ -166,6 +172,6 @@ def _print(report: EnvReport, advice: Recommendation | None, cost: TrialCost | N
 
 
 def _counts(report: EnvReport) -> str:
-    found = [f"{report.count(level)} {name}" for level, name in _NAMES.items() if report.count(level)]
+    found = [pluralize(report.count(level), *names) for level, names in _NAMES.items() if report.count(level)]
     passed, skipped = (sum(row.state == state for row in report.rows) for state in ("ok", "not checked"))
-    return f"{', '.join(found) or 'nothing found'}; {passed} checks passed" + f", {skipped} not made" * bool(skipped)
+    return f"{', '.join(found) or 'nothing found'}; {pluralize(passed, 'check')} passed" + f", {skipped} not made" * bool(skipped)

@@ -22,6 +22,7 @@ from ludus.envs.env_check.session import CheckRequest, CheckSession
 from ludus.envs.env_check.stages import VITAL, run_stage
 from ludus.errors import LudusError, UsageError
 from ludus.io import json_lines
+from ludus.process import screen_choice
 from ludus.process.children import adopt_orphans
 
 TASK, JOURNAL, MARKS, PRINTED, LOG = "task.json", "journal", "marks", "printed", "log"
@@ -54,11 +55,12 @@ def _run_stages(task: dict[str, Any], folder: Path, journal: int) -> None:
         json_lines.write(journal, {"finding": finding.check.kind, "seen": finding.seen})
 
     session = CheckSession(_request_of(task), FindingLog(report), SharedCallMarks(folder / MARKS))
+    _provide_screen(session.request)
     session.facts.update(task["facts"])
     session.drop = tuple(task["facts"].get("drop", ()))
     for stage in task["stages"]:
         json_lines.write(journal, {"begin": stage})
-        complete = run_stage(session, stage, folder / TASK)
+        complete = run_stage(session, stage)
         sys.stdout.flush()
         counts = {finding.check.kind: finding.count for finding in session.findings}
         json_lines.write(journal, {"end": stage, "complete": complete, "counts": counts, "facts": session.facts})
@@ -73,8 +75,9 @@ def print_trace(task_file: Path) -> NoReturn:
     task = json_lines.decode(task_file.read_bytes())
     findings: list[str] = []
     session = CheckSession(_request_of(task), FindingLog(lambda finding: findings.append(finding.seen)))
-    session.drop = tuple(task["facts"].get("drop", ()))
+    session.drop = tuple(task["drop"])
     try:
+        _provide_screen(session.request)
         json_lines.write(reply, {"digests": trace_digests(session)})
     except Exception as error:  # of the environment, or already a finding
         json_lines.write(reply, {"failed": findings[0] if findings else f"{type(error).__name__}: {error}"})
@@ -84,6 +87,15 @@ def print_trace(task_file: Path) -> NoReturn:
 def _request_of(task: dict[str, Any]) -> CheckRequest:
     trust.allow(task["request"])  # the user gave these names to the command
     return CheckRequest(**{**task["request"], "wrappers": tuple(task["request"]["wrappers"])})
+
+
+def _provide_screen(request: CheckRequest) -> None:
+    """Start the screen before the environment is made: its time and its process are not those of the environment."""
+    screen_choice.configure(request.display)
+    if screen_choice.screen_choice() in (screen_choice.XVFB, screen_choice.EGL):
+        from ludus.display import headless
+
+        headless.provide_screen()
 
 
 if __name__ == "__main__":

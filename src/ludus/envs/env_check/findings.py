@@ -132,7 +132,7 @@ class EnvReport:
     stages: list[str]
     """Stages that were completed."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """`preprocess` and `wrappers` that were in force."""
+    """`preprocess`, `wrappers` and `display` that were in force."""
 
     def add(self, finding: EnvFinding) -> None:
         self.findings.append(finding)

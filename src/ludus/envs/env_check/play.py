@@ -30,6 +30,8 @@ _LARGE, _RATIO = 10.0, 100.0
 _WIDE = 100.0
 _SPARSE = 0.02
 _REUSE_STEPS = 50
+_MOST_SIZES = 100_000
+"""Rewards that are kept for their typical size."""
 _MANY_STEPS = 500
 """Fewer steps say nothing about how often something happens."""
 
@@ -101,7 +103,8 @@ class PlayRecorder:
         self._reset_s: list[float] = []
         self._memory: list[int] = []
         self._rewards = NumberStatistics(_SCALAR)
-        self._nonzero: list[float] = []
+        self._nonzero_count = 0
+        self._sizes: list[float] = []  # of the first rewards that are not 0
         self._length, self._lengths, self._ends = 0, list[int](), list[str]()
         self._return, self._returns = dict[str, float](), list[float]()
         self._info_keys: set[str] = set()
@@ -122,8 +125,9 @@ class PlayRecorder:
         for agent, reward in moment.rewards.items():
             self._rewards.add(reward)
             self._return[agent] = self._return.get(agent, 0.0) + reward
-            if reward and len(self._nonzero) < 100_000:
-                self._nonzero.append(abs(reward))
+            self._nonzero_count += bool(reward)
+            if reward and len(self._sizes) < _MOST_SIZES:
+                self._sizes.append(abs(reward))
         self._read(moment)
         if moment.over:
             self._lengths.append(self._length)
@@ -236,13 +240,13 @@ class PlayRecorder:
         if not rewards.count:
             return
         low, high = float(rewards.low), float(rewards.high)
-        share, largest = len(self._nonzero) / rewards.count, max(abs(low), abs(high))
-        typical = float(np.median(self._nonzero)) if self._nonzero else 0.0
+        share, largest = self._nonzero_count / rewards.count, max(abs(low), abs(high))
+        typical = float(np.median(self._sizes)) if self._sizes else 0.0
         self._session.facts["reward"] = {
             "low": low, "high": high, "mean": float(rewards._mean), "deviation": float(rewards.deviation), "nonzero_share": share,
             "typical_size": typical,
         }  # fmt: skip
-        if largest > _LARGE or (self._nonzero and largest < 1 / _RATIO):
+        if largest > _LARGE or (self._nonzero_count and largest < 1 / _RATIO):
             log.add("reward_scale", f"rewards are from {format_number(low)} to {format_number(high)}")
         if typical and largest > _RATIO * typical and largest > _LARGE:
             log.add("reward_outliers", f"half of the rewards are up to {format_number(typical)}, one is {format_number(largest)}")
@@ -250,8 +254,8 @@ class PlayRecorder:
             log.add("reward_sparse", f"all {len(self._lengths):,} episodes had the return {format_number(self._returns[0])}")
         if rewards.count >= _MANY_STEPS and share < _SPARSE:
             text = (
-                f"{len(self._nonzero):,} of {rewards.count:,} rewards are not 0"
-                if self._nonzero
+                f"{self._nonzero_count:,} of {rewards.count:,} rewards are not 0"
+                if self._nonzero_count
                 else f"all {rewards.count:,} rewards are 0"
             )
             log.add("reward_sparse", text)

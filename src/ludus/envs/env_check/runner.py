@@ -59,8 +59,7 @@ def check_env(
         while rest:
             rest = run.run(games, Path(directory), rest)
     facts = {key: value for key, value in run.facts.items() if key != "trace_digests"}
-    settings = {"preprocess": dict(request.preprocess), "wrappers": list(request.wrappers)}
-    return EnvReport(request.env, dict(request.env_config), list(run.findings), facts, run.complete, settings)
+    return EnvReport(request.env, dict(request.env_config), list(run.findings), facts, run.complete, request.reported_settings)
 
 
 class _CheckRun:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from ludus.core.tree import leaves
 from ludus.envs.env_check.session import CallFailed, CheckSession
 from ludus.envs.env_check.subject import Moment, Subject, make_subject, random_actions
 from ludus.io import json_lines
+from ludus.process import children, procfs
 
 TRACE_STEPS = 200
 _TRACE_BYTES = 64 << 20
 _PROCESS_S = 60.0
+"""Limit of the second process, in addition to the longest duration of a trace."""
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -159,26 +164,22 @@ def _alternate(points: Iterator[TracePoint], others: Iterator[TracePoint]) -> It
 # -- another process ------------------------------------------------------------------------------------------------------
 
 
-def check_second_process(session: CheckSession, request_file: Path) -> None:
+def check_second_process(session: CheckSession) -> None:
     """Stage `second process`: while a copy is open here, make one in another process and compare what it returns."""
     here = make_subject(session)
     try:
         session.step = 0
         here.reset(session.request.seed)
-        session.marks.enter("a second process", 0)
-        command = [sys.executable, "-P", "-m", "ludus.envs.env_check.child", "--trace", str(request_file)]
-        done = subprocess.run(command, capture_output=True, timeout=_PROCESS_S, check=False)  # noqa: S603 - this interpreter
-    except subprocess.TimeoutExpired:
-        session.findings.add("second_process", f"a second copy in another process did not finish in {_PROCESS_S:g} s")
-        return
+        code, replies, last_line = _run_second_process(session)
     finally:
         session.marks.leave()
         session.try_call("close", here.close)
-    replies = list(json_lines.decode_valid(done.stdout.splitlines()))
     reply = next((each for each in replies if "digests" in each or "failed" in each), None)
-    if reply is None:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        session.findings.add("second_process", f"the second process ended with code {done.returncode}: {last}")
+    if code is None:
+        limit = _PROCESS_S + session.request.seconds
+        session.findings.add("second_process", f"a second copy in another process did not finish in {limit:g} s")
+    elif reply is None:
+        session.findings.add("second_process", f"the second process ended with code {code}: {last_line}")
     elif "failed" in reply:
         session.findings.add("second_process", f"while one copy is open here: {reply['failed']}")
     elif "seeding" not in session.findings:
@@ -187,6 +188,36 @@ def check_second_process(session: CheckSession, request_file: Path) -> None:
         if differs is not None:
             place = "after reset" if differs == 0 else f"from step {differs} on"
             session.findings.add("process_seed", f"another process got other values for the same seed and actions, {place}")
+
+
+def _run_second_process(session: CheckSession) -> tuple[int | None, list[dict[str, Any]], str]:
+    """Run the trace in another process. Returns (exit code, its replies, last line of its stderr); the code is None after a time-out.
+
+    Its output goes to files: a pipe would stay open as long as helper processes of the environment that have inherited it.
+    """
+    with tempfile.TemporaryDirectory(prefix="ludus-check-env-") as directory:
+        task, replies, log = (Path(directory) / name for name in ("task.json", "replies", "log"))
+        task.write_text(json.dumps({"request": asdict(session.request), "drop": session.drop}), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "ludus.envs.env_check.child", "--trace", str(task)]
+        with replies.open("wb") as out, log.open("wb") as err:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)  # noqa: S603 - this interpreter
+        code = _wait(process, _PROCESS_S + session.request.seconds, session.beat("a second process"))
+        last_line = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        return code, list(json_lines.decode_valid(replies.read_bytes().splitlines())), last_line
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, beat: Callable[[], None]) -> int | None:
+    """Wait for the process itself, not for its descendants; after `timeout_s` kill all of them and return None."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        beat()  # this wait has its own limit: the runner must not take it for a call that hangs
+        try:
+            return process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+    children.kill(*procfs.list_descendants(process.pid))
+    children.wait_or_kill(process, 0)
+    return None
 
 
 def trace_digests(session: CheckSession) -> list[str]:

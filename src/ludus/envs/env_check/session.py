@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ludus.config.schema import PreprocessConfig
 from ludus.envs.env_check.findings import FindingLog
 from ludus.errors import EnvironmentFault, UsageError, user_frame
+from ludus.process.screen_choice import AUTO
 
 
 class CallFailed(Exception):
@@ -26,6 +27,8 @@ class CheckRequest:
     env_config: Mapping[str, Any] = field(default_factory=dict)
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[Any, ...] = ()
+    display: str = AUTO
+    """`config.display`: the screen of the environment."""
     seconds: float = 4.0
     """Duration of random play."""
     steps: int = 20_000
@@ -37,6 +40,11 @@ class CheckRequest:
     @property
     def preprocessing(self) -> PreprocessConfig:
         return PreprocessConfig.model_validate(dict(self.preprocess))
+
+    @property
+    def reported_settings(self) -> dict[str, Any]:
+        """What a recommended configuration must keep."""
+        return {"preprocess": dict(self.preprocess), "wrappers": list(self.wrappers), "display": self.display}
 
 
 class CallMarks(Protocol):

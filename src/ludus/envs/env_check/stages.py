@@ -18,6 +18,7 @@ from ludus.envs.env_check.session import CallFailed, CheckRequest, CheckSession
 from ludus.envs.env_check.subject import MatchSubject, SoloSubject, make_subject
 from ludus.envs.preprocessing import drop_parts
 from ludus.errors import ConfigError, LudusError
+from ludus.process import screen_choice
 
 Stage = Callable[[CheckSession], None]
 
@@ -113,15 +114,14 @@ STAGES: Mapping[str, Stage] = {
 }
 
 
-def run_stage(session: CheckSession, stage: str, request_file: Path | None = None) -> bool:
+def run_stage(session: CheckSession, stage: str) -> bool:
     """Run one stage; returns False if it ended early. Findings and facts are in the session. Raises UsageError.
 
     An unexpected error is one of the check: raised as LudusError, so that it is not taken for one of the environment.
     """
     try:
         if stage == SECOND_PROCESS:
-            assert request_file is not None
-            seeding.check_second_process(session, request_file)
+            seeding.check_second_process(session)
         else:
             STAGES[stage](session)
     except CallFailed:
@@ -142,6 +142,7 @@ def run_stage(session: CheckSession, stage: str, request_file: Path | None = Non
 
 def check_in_process(request: CheckRequest, log: FindingLog | None = None) -> EnvReport:
     """Check an environment in this process: without time limits, and a crash ends this process. Raises UsageError."""
+    screen_choice.configure(request.display)
     session, done = CheckSession(request, log), list[str]()
     for stage in STAGES:
         complete = run_stage(session, stage)
@@ -154,5 +155,6 @@ def check_in_process(request: CheckRequest, log: FindingLog | None = None) -> En
 
 def report_of(session: CheckSession, stages: list[str]) -> EnvReport:
     request = session.request
-    settings = {"preprocess": dict(request.preprocess), "wrappers": list(request.wrappers)}
-    return EnvReport(request.env, dict(request.env_config), list(session.findings), session.facts, stages, settings)
+    return EnvReport(
+        request.env, dict(request.env_config), list(session.findings), session.facts, stages, request.reported_settings
+    )

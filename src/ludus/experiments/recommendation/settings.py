@@ -11,6 +11,7 @@ import yaml
 
 from ludus.core.formatting import format_number
 from ludus.envs.env_check.findings import EnvReport
+from ludus.process.screen_choice import AUTO
 
 STOP_S = 600
 _MAX_EPISODE_STEPS = 1_000
@@ -83,6 +84,8 @@ def recommend(report: EnvReport, cost: TrialCost | None = None) -> Recommendatio
         config["preprocess"] = preprocess
     if report.settings.get("wrappers"):
         config["wrappers"] = list(report.settings["wrappers"])
+    if report.settings.get("display", AUTO) != AUTO:
+        config["display"] = report.settings["display"]
     if "observation_scale" in kinds:
         config["observation_filter"] = "MeanStdFilter"
         reasons["observation_filter"] = "numbers of the observation differ in size"

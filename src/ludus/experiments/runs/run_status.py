@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ludus.core.formatting import pluralize
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, NotFound, StoreUnavailable
 from ludus.experiments.control.bottleneck import Load, describe_bottleneck, percent
@@ -376,7 +377,3 @@ def _worker_counts(numbers: Numbers) -> str:
 
 def _is_finite(numbers: Numbers, name: str) -> bool:
     return math.isfinite(numbers.get(name, math.nan))
-
-
-def pluralize(number: float, word: str) -> str:
-    return f"{number:,.0f} {word}{'' if number == 1 else 's'}"
