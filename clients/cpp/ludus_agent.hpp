@@ -121,8 +121,11 @@ public:
           ending_(false),
           waiting_(false),
           has_action_(false),
+          closed_(false),
           paused_(false),
+          repeating_(false),
           failures_(0),
+          losses_(0),
           retry_at_(0),
           episodes_(0),
           lost_(0),
@@ -138,7 +141,7 @@ public:
     // A session is open, and its episode goes on.
     bool playing() const { return open_ && !ending_; }
     // decide may be called.
-    bool ready() const { return playing() && !waiting_ && !paused_; }
+    bool ready() const { return playing() && !waiting_ && !paused_ && !closed_; }
     // The open session has had a decision, which the next reward belongs to.
     bool ticked() const { return open_ && ticked_; }
     // Why the last request failed, other than by its deadline; error is None after one that succeeded.
@@ -150,6 +153,7 @@ public:
 
     // Take the result of the pending request, and make the next one that is due. Never blocks for the network.
     void update(double now) {
+        if (closed_) return;
         if (waiting_ && !take_reply(now)) return;
         if (now >= retry_at_) paused_ = false;
         if (waiting_ || paused_) return;
@@ -161,7 +165,7 @@ public:
 
     // Wait for the pending request, for games that run in step with the server. Does not wait for one that is repeated.
     void wait(double now) {
-        if (!waiting_ || failures_ > 0) return;
+        if (!waiting_ || repeating_ || closed_) return;
         {
             std::unique_lock<std::mutex> hold(mail_->lock);
             mail_->changed.wait(hold, [this] { return mail_->answered; });
@@ -192,8 +196,9 @@ public:
         last_ = body;
     }
 
-    // End the open session in the background. Returns whether that was done within the time.
+    // End the open session in the background; nothing is requested after it. Returns whether that was done within the time.
     bool close(int wait_ms) {
+        closed_ = true;
         std::unique_lock<std::mutex> hold(mail_->lock);
         if (ending_) mail_->last = last_;
         mail_->quit = true;
@@ -233,8 +238,9 @@ private:
     }
 
     void succeed(detail::Request request, Reply& reply) {
-        failures_ = 0;
+        repeating_ = false;
         failure_ = Reply();
+        if (request != detail::Request::Start) failures_ = losses_ = 0;  // a server may start sessions and then lose them all
         if (request == detail::Request::Start) {
             open_ = true;
             ticked_ = false;
@@ -258,12 +264,13 @@ private:
         if (reply.error == Error::Lost) {
             ++lost_;
             drop();
-            return;  // the server is there: a new session at once
+            if (++losses_ == 1) return;  // the server is there: a new session at once
         }
-        if (request == detail::Request::End && reply.error != Error::Unreachable) drop();  // refused: repeating would not help
+        const bool again = reply.error == Error::Unreachable || reply.status == 429 || reply.status == 503;
+        if (request == detail::Request::End && !again) drop();  // refused: repeating would not help
         const double pause = std::min(8.0, 0.25 * static_cast<double>(1 << std::min(failures_, 10)));
         ++failures_;
-        paused_ = true;
+        paused_ = repeating_ = true;
         retry_at_ = now + (reply.retry_after_s >= 0 ? reply.retry_after_s : pause);
     }
 
@@ -275,8 +282,11 @@ private:
     std::shared_ptr<detail::AgentMailbox> mail_;
     bool open_, ticked_, ending_, waiting_, has_action_;
     std::string last_, action_;
-    bool paused_;   // until retry_at_, after a failure
-    int failures_;  // since the last success
+    bool closed_;
+    bool paused_;     // until retry_at_, after a failure
+    bool repeating_;  // no request has succeeded since a failure
+    int failures_;    // since the last tick or end that succeeded
+    int losses_;      // of sessions, likewise
     double retry_at_;
     Reply failure_;
     std::uint64_t episodes_, lost_, missed_;

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any, ClassVar, cast
 
 import pytest
 
+from ludus.errors import Refused
 from ludus.experiments import runner
 from ludus.experiments.resolve import Announce
 from ludus.experiments.result import Result
@@ -103,6 +105,31 @@ class Forgetful(Balancer):
         return reply
 
 
+class Broken(Balancer):
+    """Loses every session in its first tick."""
+
+    starts: ClassVar[int] = 0
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        Broken.starts += 1
+        return await super().start(session, body)
+
+    async def tick(self, body: bytes) -> bytes:
+        raise RuntimeError("out of order")
+
+
+class Occupied(Balancer):
+    """Refuses an end for now, more often than a client repeats it by itself."""
+
+    refusals: ClassVar[int] = 0
+
+    async def end(self, body: bytes) -> bytes:
+        if Occupied.refusals < 4:
+            Occupied.refusals += 1
+            raise Refused(503, "worker_busy", "Not now.", "Wait.")
+        return await super().end(body)
+
+
 class FrameLoopContract:
     """What agents on a loop of frames promise. The game is CartPole:
 
@@ -116,6 +143,7 @@ class FrameLoopContract:
         for event in (Patient.allowed, Patient.asked):
             event.clear()
         Forgetful.failed = False
+        Broken.starts = Occupied.refusals = 0
         Balancer.ended.clear()
         yield
         Patient.allowed.set()
@@ -164,6 +192,22 @@ class FrameLoopContract:
             wait_until(lambda: len(Balancer.ended) >= 2, what="two episodes that ended")
         assert Forgetful.failed
         assert any(re.match(r"warning: (agent: )?500", line) for line in playing.lines), playing.lines[:20]
+
+    @pytest.mark.parametrize("words", [["--wait"], ["--frames"]], ids=["in step", "free"])
+    def test_a_server_that_loses_every_session_is_left_in_peace(
+        self, game: list[str | Path], tmp_path: Path, words: list[str]
+    ) -> None:
+        with gateway(Broken) as served, Playing(game, served.url, tmp_path, "--matches", "1000", *words):
+            wait_until(lambda: Broken.starts >= 3, what="a third session")
+            time.sleep(1.0)
+        assert Broken.starts <= 6  # pauses of 0.25 s, 0.5 s, 1 s
+
+    def test_an_end_is_repeated_until_the_server_takes_it(self, game: list[str | Path], tmp_path: Path) -> None:
+        with gateway(Occupied) as served, Playing(game, served.url, tmp_path, "--matches", "3", "--wait") as playing:
+            playing.finish()
+        assert Occupied.refusals == 4
+        assert [ticks for ticks, _, _ in Balancer.ended] == playing.lengths()
+        assert len(Balancer.ended) == 3
 
 
 def learns_from_episodes(game: Sequence[str | Path], project: Path, *words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,20 @@ class TestFrameLoop(FrameLoopContract):
 
     def test_a_training_learns_from_its_episodes(self, game: list[str | Path], tmp_path: Path) -> None:
         learns_from_episodes(game, tmp_path)
+
+
+def test_a_closed_agent_does_not_wait_for_anything(tmp_path: Path) -> None:
+    source = """#include <ludus_agent.hpp>
+    int main() {
+        ludus::AgentLoop loop(ludus::Options("127.0.0.1", 9));
+        if (!loop.close(5000)) return 1;
+        loop.update(0);
+        loop.wait(0);
+        return loop.ready();
+    }"""
+    (tmp_path / "closed.cpp").write_text(source)
+    compiled(tmp_path / "closed.cpp", "-std=c++11", "-pthread", "-o", tmp_path / "closed")
+    subprocess.run([tmp_path / "closed"], check=True, timeout=20)
 
 
 def test_the_threads_of_an_agent_share_nothing_unguarded(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import re
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from ludus.errors import Refused
 from ludus.gateway.actor import Actor
 from ludus.gateway.server import GatewaySettings
 from tests.clients.contract import environment
@@ -63,6 +65,36 @@ class Stone(Pilot):
     idle = True
 
 
+class Broken(Pilot):
+    """Loses every session in its first tick."""
+
+    starts: ClassVar[int] = 0
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        Broken.starts += 1
+        return await super().start(session, body)
+
+    async def tick(self, body: bytes) -> bytes:
+        raise RuntimeError("out of order")
+
+
+class Occupied(Pilot):
+    """Refuses an end for now, more often than a client repeats it by itself."""
+
+    starts: ClassVar[int] = 0
+    refusals: ClassVar[int] = 0
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        Occupied.starts += 1
+        return await super().start(session, body)
+
+    async def end(self, body: bytes) -> bytes:
+        if Occupied.refusals < 4:
+            Occupied.refusals += 1
+            raise Refused(503, "worker_busy", "Not now.", "Wait.")
+        return await super().end(body)
+
+
 @pytest.fixture(scope="module", params=["godot3-server", "godot4"])
 def lander(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
     """The command of the example, in a copy: an engine may write into its project."""
@@ -80,6 +112,19 @@ def run(command: list[str | Path], home: Path, *words: str) -> list[tuple[float,
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SCRIPT ERROR" not in done.stderr, done.stderr
     return [(float(total), int(decisions), outcome) for total, decisions, outcome in _EPISODE.findall(done.stdout)]
+
+
+def reports(command: list[str | Path], url: str, home: Path, text: str) -> bool:
+    """Whether the game prints an error with the text within 30 seconds."""
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": environment(home)}
+    with subprocess.Popen([*command, f"--url={url}"], text=True, **pipes) as process:
+        limit = threading.Timer(30, process.kill)
+        limit.start()
+        try:
+            return any(text in line for line in process.stderr or ())
+        finally:
+            limit.cancel()
+            process.kill()
 
 
 def play(
@@ -128,12 +173,22 @@ def test_both_engines_play_the_same_rule(lander: list[str | Path], tmp_path: Pat
 def test_an_observation_of_another_size_is_named(lander: list[str | Path], tmp_path: Path) -> None:
     wider = {**SPEC, "observation_space": {**SPEC["observation_space"], "shape": [7]}}
     with gateway(Pilot, GatewaySettings(spec=wider)) as served:
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": environment(tmp_path)}
-        with subprocess.Popen([*lander, f"--url={served.url}"], text=True, **pipes) as process:
-            try:
-                assert any("has 6 numbers, the server expects 7" in line for line in process.stderr or ())
-            finally:
-                process.kill()
+        assert reports(lander, served.url, tmp_path, "has 6 numbers, the server expects 7")
+
+
+def test_a_server_that_loses_every_session_is_reported_and_left_in_peace(lander: list[str | Path], tmp_path: Path) -> None:
+    Broken.starts = 0
+    with gateway(Broken, GatewaySettings(spec=SPEC)) as served:
+        assert reports(lander, served.url, tmp_path, "lost ")
+        assert Broken.starts == 2
+
+
+def test_an_end_is_repeated_until_the_server_takes_it(lander: list[str | Path], tmp_path: Path) -> None:
+    Occupied.starts = Occupied.refusals = 0
+    told, ended = play(Occupied, lander, tmp_path)
+    assert Occupied.refusals == 4
+    assert [decisions for _, decisions, _ in told] == [ticks for _, ticks, _ in ended]
+    assert len(ended) == Occupied.starts == 3
 
 
 def test_the_editor_of_godot_4_knows_the_node(tmp_path: Path) -> None:

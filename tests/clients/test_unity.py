@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import subprocess
 import tarfile
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from ludus.gateway.actor import Actor
+from tests.clients.contract import environment
 from tests.clients.driving import CLIENTS
 from tests.clients.frames import FrameLoopContract, learns_from_episodes
 from tests.clients.test_csharp import compiled
+from tests.local_servers import gateway
 from tests.tools import need
 
 PACKAGE = CLIENTS / "unity"
@@ -43,6 +49,45 @@ def test_the_tarball_is_complete(tmp_path: Path) -> None:
         assert client.read() == (CLIENTS / "csharp" / "Ludus.cs").read_bytes()
         for sample in about["samples"]:
             assert archive.getmember(f"package/{sample['path']}/CartPoleAgent.cs").isfile()
+
+
+class Hesitant(Actor):
+    """Answers its tick long after the deadline."""
+
+    ended_by_game: ClassVar[threading.Event] = threading.Event()
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        return b""
+
+    async def tick(self, body: bytes) -> bytes:
+        await asyncio.sleep(1.0)
+        return b""
+
+    async def end(self, body: bytes) -> bytes:
+        if self.ended_by == "game":
+            self.ended_by_game.set()
+        return b""
+
+
+def test_closing_ends_the_session_though_the_pending_tick_misses_its_deadline(tmp_path: Path) -> None:
+    source = """using Ludus;
+    static class Program {
+        static int Main(string[] arguments) {
+            var client = new LudusClient(arguments[0], new LudusOptions { DeadlineMs = 100 });
+            var loop = new AgentLoop(client, () => new LudusStart());
+            loop.Update(0);
+            loop.Wait(0);
+            loop.Decide(new byte[8]);
+            return loop.Close().Wait(20000) ? 0 : 1;
+        }
+    }"""
+    (tmp_path / "Program.cs").write_text(source)
+    sources = [PACKAGE / "Runtime" / name for name in ("AgentLoop.cs", "Ludus.cs")]
+    made = compiled(tmp_path / "closing.exe", *sources, tmp_path / "Program.cs")
+    Hesitant.ended_by_game.clear()
+    with gateway(Hesitant) as served:
+        subprocess.run([need("mono"), made, served.url], check=True, timeout=_LIMIT_S, env=environment(tmp_path))
+        assert Hesitant.ended_by_game.is_set()
 
 
 class TestAgent(FrameLoopContract):

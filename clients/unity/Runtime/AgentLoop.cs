@@ -24,7 +24,9 @@ namespace Ludus
         bool _ticked;
         double _retryAt;
         bool _paused;            // until _retryAt, after a failure
-        int _failures;           // since the last success
+        bool _repeating;         // no request has succeeded since a failure
+        int _failures;           // since the last tick or end that succeeded
+        int _losses;             // of sessions, likewise
         Task _closed;
 
         /// <param name="describe">Makes the settings of each session.</param>
@@ -64,7 +66,7 @@ namespace Ludus
         /// <summary>Wait for the pending request, for games that run in step with the server. Does not wait for one that is repeated.</summary>
         public void Wait(double now)
         {
-            if (_pending == null || _failures > 0) return;
+            if (_pending == null || _repeating) return;
             try { _pending.Wait(); }
             catch (AggregateException) { }  // Finish reports it
             Update(now);
@@ -112,14 +114,15 @@ namespace Ludus
             LudusClient client = _client;
             _closed = Task.Run(() =>
             {
+                try { if (pending != null) pending.Wait(); }
+                catch (AggregateException) { }  // a tick that missed its deadline leaves the session open
                 try
                 {
-                    if (pending != null) pending.Wait();
                     var start = pending as Task<LudusSession>;
-                    if (start != null) open = start.Result;
+                    if (start != null && !start.IsFaulted) open = start.Result;
                     if (open != null && !ended) open.End(last);
                 }
-                catch (Exception error) when (error is LudusException || error is AggregateException) { }  // the server ends it later
+                catch (LudusException) { }  // the server ends it later
                 if (open != null) open.Dispose();
                 client.Dispose();
             });
@@ -151,7 +154,8 @@ namespace Ludus
                 return;
             }
             Error = null;
-            _failures = 0;
+            _repeating = false;
+            if (request != Request.Start) _failures = _losses = 0;  // a server may start sessions and then lose them all
             switch (request)
             {
                 case Request.Start:
@@ -183,15 +187,16 @@ namespace Ludus
             {
                 Lost++;
                 Drop();
-                return;  // the server is there: a new session at once
+                if (++_losses == 1) return;  // the server is there: a new session at once
             }
             bool unanswered = error is LudusUnreachable;
             if (request == Request.Start && !unanswered) _about = null;
-            if (request == Request.End && !unanswered) Drop();  // refused: repeating would not help
+            bool again = unanswered || error.Status == 429 || error.Status == 503;
+            if (request == Request.End && !again) Drop();  // refused: repeating would not help
             var refused = error as LudusRefused;
             double pause = Math.Min(LongestPauseSeconds, FirstPauseSeconds * Math.Pow(2, Math.Min(_failures, 10)));
             _failures++;
-            _paused = true;
+            _paused = _repeating = true;
             _retryAt = now + (refused != null && refused.RetryAfterSeconds.HasValue ? refused.RetryAfterSeconds.Value : pause);
         }
 

@@ -45,8 +45,6 @@ func _ready():
 				agent.synchronous = false
 			"url":
 				agent.url = parts[1]
-			"token":
-				agent.token = parts[1]
 			"seed":
 				random.seed = int(parts[1])
 			"episodes":

@@ -12,7 +12,8 @@
 #     $LudusAgent.end_episode()        # it is over; end_episode(true): it was cut by a limit of time or steps
 #
 # The node sends the observation every `decision_period` physics frames, after the parent's _physics_process. Spaces are read from the
-# server; an episode is one session (docs/protocol.md). While the server is away it is tried again every second.
+# server; an episode is one session (docs/protocol.md). While the server is away it is tried again every second. The token is read from
+# the environment variable LUDUS_TOKEN.
 extends Node
 class_name LudusAgent
 
@@ -24,7 +25,6 @@ signal episode_ended(episode_return, decisions)
 signal failed(error, message, hint)  # kinds of errors: see ludus.gd
 
 @export var url = "http://127.0.0.1:8000"
-@export var token = ""
 @export var model = ""  # which of several models plays
 @export var synchronous = true  # a frame waits for its action; false: the action is set when it has arrived, in a later frame
 @export_range(1, 1000) var decision_period = 1
@@ -33,6 +33,7 @@ signal failed(error, message, hint)  # kinds of errors: see ludus.gd
 @export var active = true
 @export var scripted = false  # without a server: the parent chooses its actions itself
 
+var token = OS.get_environment("LUDUS_TOKEN")  # not exported: scene files would contain it
 var options = {}  # further options of ludus.gd
 var about = {}  # keys of a start: match, side, version, temperature
 var missed = 0  # decisions that missed their deadline
@@ -40,6 +41,7 @@ var missed = 0  # decisions that missed their deadline
 var _client = null
 var _pending = ""  # the request that is not answered yet
 var _retry_at = 0
+var _losses = 0  # of sessions, since the last action
 var _observed = []  # leaves of the observation space: [kind, count]
 var _acting = []
 var _playing = false
@@ -132,7 +134,7 @@ func _sent(kind: String, began: bool) -> bool:
 
 func _answered(kind: String) -> bool:
 	if _client.error != "" and not _client.fell_back:
-		return _handle_failure()
+		return _handle_failure(kind)
 	match kind:
 		"spec":
 			return _read_spec()
@@ -145,21 +147,28 @@ func _answered(kind: String) -> bool:
 			return true
 	if _client.fell_back:
 		missed += 1
+	else:
+		_losses = 0
 	if _over:
 		return true
 	_act(_read_action(_client.reply))
 	return false
 
 
-# A lost session is replaced at once; a missed deadline leaves the action that is set.
-func _handle_failure() -> bool:
+# A lost session is replaced, at once if the one before had an action; a missed deadline leaves the action that is set; an end is
+# repeated if that may help.
+func _handle_failure(kind: String) -> bool:
 	if _client.error == "deadline":
 		missed += 1
 		return false
-	_playing = false
-	_over = false
+	var again = kind == "end" and (_client.error == "unreachable" or _client.status in [429, 503])
+	if not again:
+		_playing = false
+		_over = false
 	if _client.error == "lost":
-		return true
+		_losses += 1
+		if _losses == 1:
+			return true
 	_failed(_client.error, _client.message, _client.hint)
 	return false
 
