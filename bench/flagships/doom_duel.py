@@ -1,4 +1,4 @@
-"""A duel in ViZDoom: train `doom-duel.yaml` by self-play, then play against random actions and two scripts that know where the enemy is.
+"""A duel in ViZDoom: train the preset `doom-duel` by self-play, then play against random actions and two scripts that know where the enemy is.
 
     python -m bench.flagships.doom_duel                          (about half an hour)
     python -m bench.flagships.doom_duel --run RUN                only the matches, of an existing run
@@ -27,11 +27,10 @@ from ludus.games.doom.env import DoomDuelEnv
 from ludus.games.doom.player import BotPlayer
 
 NAME = "doom-duel"
-EXPERIMENT = Path(__file__).with_name(f"{NAME}.yaml")
 FIRST_SEED = 1_000_000
 PARALLEL = 10
 CURVE_MATCHES = 20
-CHECKPOINTS = ("--set", "checkpoint_time_s=120")
+CHECKPOINTS = ("--set", "checkpoint_time_s=45")
 COLUMNS = ("player", "opponent", "matches", "won, % [95 %]", "drawn", "lost", "frags", "beaten")
 LEFT, RIGHT, FIRE = 1, 2, 3
 
@@ -103,11 +102,11 @@ def play(env: DoomDuelEnv, name: str, player: Player, other_name: str, other: Pl
 
 
 def curve_of(run: TrainedRun, env: DoomDuelEnv, opponent: Player) -> list[tuple[float, float, float]]:
-    """(seconds, steps, share of wins) of the checkpoints against random actions. In self-play the return is always 0."""
+    """(seconds, steps, share of wins) of the checkpoints against the bot. In self-play the return is always 0."""
     reports = {int(iteration): (seconds, steps) for seconds, steps, iteration in run.reports("iterations")}
     points = []
     for checkpoint in sorted((run.directory / "checkpoints").glob("[0-9]*")):
-        row = play(env, f"after {int(checkpoint.name)} updates", trained(checkpoint, 4), "random", opponent, CURVE_MATCHES)
+        row = play(env, f"after {int(checkpoint.name)} updates", trained(checkpoint, 4), "script `bot`", opponent, CURVE_MATCHES)
         points.append((*reports[int(checkpoint.name)], 100 * float(row["won"]) / CURVE_MATCHES))
     return points
 
@@ -122,25 +121,21 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="doom-duel-") as folder:
-        run = (
-            TrainedRun(args.run, args.wall_s, args.cpu_s)
-            if args.run
-            else train_preset(str(EXPERIMENT), Path(folder), *CHECKPOINTS)
-        )
+        run = TrainedRun(args.run, args.wall_s, args.cpu_s) if args.run else train_preset(NAME, Path(folder), *CHECKPOINTS)
         opponents = {"random": at_random(1), "script `sweep`": scripted(SweepPlayer, 2), "script `bot`": scripted(BotPlayer, 3)}
         env, policy = DoomDuelEnv(PARALLEL), trained(run.directory, 4)
         rows = [play(env, "trained", policy, name, other, args.matches) for name, other in opponents.items()]
         sweep, bot = (opponents[name] for name in ("script `sweep`", "script `bot`"))
         rows.append(play(env, "script `sweep`", sweep, "random", opponents["random"], args.matches))
         rows.append(play(env, "script `sweep`", sweep, "script `bot`", bot, args.matches))
-        curve = curve_of(run, env, opponents["random"]) if args.curve else []
+        curve = curve_of(run, env, bot) if args.curve else []
         env.close()
         write(run, rows, curve)
 
 
 def write(run: TrainedRun, rows: list[Row], curve: list[tuple[float, float, float]]) -> None:
     if curve:
-        draw_curve(NAME.replace("-", "_"), curve, "won against random, %", {"equal": 50.0}, "ViZDoom duel: checkpoints")
+        draw_curve(NAME.replace("-", "_"), curve, "won against the script bot, %", {"half": 50.0}, "ViZDoom duel: checkpoints")
     note = f"{run.note} Matches of 15 s; seeds from {FIRST_SEED:,}."
     write_report(NAME, "ViZDoom duel", COLUMNS, rows, note=note, curve=curve)
 
