@@ -1,4 +1,4 @@
-"""`ludus.testing.check_env` in a test of one's own."""
+"""`ludus.testing.check_env`, called as a user's test suite calls it."""
 
 from __future__ import annotations
 

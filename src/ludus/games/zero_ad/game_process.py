@@ -6,7 +6,7 @@
         game.step([(1, {"type": "walk", "entities": [7], "x": 10, "z": 20, "queued": False})])
 
 The interface executes any JavaScript in the simulation, so it listens on loopback only. The game refuses to run as root: then it is started
-as the user nobody.
+under the account `nobody`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAP: Final = "scenarios/_default"
 _GAMES_PATH: Final = "/usr/games"
 _NOBODY: Final = 65534
 _VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
-"""All that the game gets: other processes of the user nobody can read its variables."""
+"""All variables that the game gets, because other processes of the account `nobody` can read them."""
 _START_S, _REQUEST_S = 60.0, 60.0
 _POLL_S: Final = 0.05
 
